@@ -1,18 +1,18 @@
-"""Bevatron where it is installed: one package, with the folders of the checkout inside.
+"""Bevatron as an installed package, which contains the folders of the checkout.
 
     bevatron train llama3-tiny            what `python train.py llama3-tiny` is in a clone
     python -m bevatron generate RUN       the same without the script
 
-The code names its modules as in the clone: `import data`, `from model.block import Block`. A process that is
-started by one of these commands finds them, and no other process does: `import bevatron` changes nothing. In
-a notebook, `bevatron.use()` makes them importable.
+The code imports its modules by the same names as in a clone: `import data`, `from model.block import Block`.
+Only processes launched by one of these commands can find them: `import bevatron` alone changes nothing. In a
+notebook, `bevatron.use()` makes them importable.
 """
 import runpy
 import sys
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-# the folder of config/, model/, train.py: the package, or in a clone the folder around it
+# the folder of config/, model/, train.py: the package, or in a clone its parent
 FOLDER = PACKAGE if (PACKAGE / "train.py").exists() else PACKAGE.parent
 MODULES = (
     "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
@@ -22,10 +22,10 @@ __version__: str = runpy.run_path(str(FOLDER / "config" / "version.py"))["VERSIO
 
 
 def use() -> None:
-    """Makes `import config`, `from model.block import Block` and so on possible in this process.
+    """Make `import config`, `from model.block import Block` and so on work in this process.
 
-    From then on these names (MODULES) are Bevatron's. Call it before torch is imported: runtime/__init__.py
-    says why. Raises ImportError, and changes nothing, if one of them has been imported from elsewhere.
+    From then on these names (MODULES) are Bevatron's. Call it before importing torch; runtime/__init__.py
+    says why. Raises ImportError, and changes nothing, if one of them was already imported from elsewhere.
     """
     for name in MODULES:
         loaded = sys.modules.get(name)
@@ -41,6 +41,6 @@ def is_ours(module: object) -> bool:
 
 
 def place_of(module: object) -> str:
-    """The file of a module; of a package without one, its first folder."""
+    """Return a module's file, or the first folder of a namespace package."""
     file = getattr(module, "__file__", None)
     return str(file or next(iter(getattr(module, "__path__", [])), "nowhere"))

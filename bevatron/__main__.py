@@ -1,11 +1,11 @@
-"""The command `bevatron`, and `python -m bevatron`: a process that finds the folders of the package."""
+"""The `bevatron` command and `python -m bevatron`: makes the package importable and runs a script."""
 import os
 import runpy
 import sys
 
 import bevatron
 
-COMMANDS = {  # the module that is run, and what it is for
+COMMANDS = {  # the module to run, and its help text
     "train": ("train", "train a model; train --list has the recipes"),
     "launch": ("scripts.launch", "train with several ranks, on one machine or on several"),
     "generate": ("scripts.generate", "text from a run"),
@@ -42,15 +42,15 @@ def main() -> int:
     share_path_with_children()
     module = COMMANDS[words[0]][0]
     sys.argv = [module, *words[1:]]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)  # it exits with its own code
+    runpy.run_module(module, run_name="__main__", alter_sys=True)  # exits with its own code
     return 0
 
 
 def share_path_with_children() -> None:
-    """Ranks and workers are new interpreters, and find the folders of the package too.
+    """Let ranks and workers, which are new interpreters, find the package's folders.
 
-    They leave out the folder that they are started in, which may have a package `data` of its own. Python
-    3.10 cannot: there `verify` and `schedule` must be started elsewhere.
+    They do not search the current folder, which may contain a package `data` of the user's. Python 3.10 has
+    no such switch: there, run `verify` and `schedule` from another folder.
     """
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(bevatron.FOLDER), *filter(None, [inherited])])

@@ -1,12 +1,12 @@
 """Files in an object store, by URL: s3://bucket/folder, gs://, az://, hf://, and whatever else fsspec speaks.
 
-The only file that imports fsspec. What a store needs beside the URL (endpoint, region, credentials) comes
-from its package's own environment variables and files, and from fsspec's (FSSPEC_S3_ENDPOINT_URL, ...): so no
+The only file that imports fsspec. Everything else a store needs (endpoint, region, credentials) comes from
+the environment variables and files of its package, and from fsspec's (FSSPEC_S3_ENDPOINT_URL, ...), so no
 secret is in a config. Requirements: requirements-stores.txt, or pip install "bevatron[stores]".
 
-A store fails in more ways than a disk: so what fails is tried again, TRIES times in all, and then raises one
-RemoteError, whatever the package's own exception is. A file that is not there, and one that may not be read
-or written, are answers and not failures: they are not tried again.
+A store fails in more ways than a disk. Each request is tried up to TRIES times and then raises one
+RemoteError, whatever the package's own exception is. A missing file, or one without read or write permission,
+is an answer and not a failure, and is not retried.
 """
 import os
 import re
@@ -24,33 +24,33 @@ URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE)
 PASSWORD = re.compile(r"[^/@]*:[^/@]*@")  # user:password@host
 INSTALL = 'pip install "bevatron[stores]", or pip install -r requirements-stores.txt'
 CHECK = "check the address, the network and the credentials of the store"
-TRIES = 3  # of each request, beside those of the store's package
-FIRST_WAIT = 1.0  # seconds before the second try; each wait is twice the one before
-PART_BYTES = 16 << 20  # of a download: each part is a request of its own
-MAX_THREADS = 4  # requests at a time; of a file, and files at a time
-WITH_FOLDERS = ("file", "local", "webhdfs", "hdfs")  # protocols whose folders are more than parts of names
+TRIES = 3  # of each request, on top of the retries of the store's package
+FIRST_WAIT = 1.0  # seconds before the second try; doubles with each further try
+PART_BYTES = 16 << 20  # per request of a download
+MAX_THREADS = 4  # concurrent requests for a file, and files at a time
+WITH_FOLDERS = ("file", "local", "webhdfs", "hdfs")  # protocols with real folders, not just name prefixes
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "oid", "blob_id", "mtime", "modificationTime")
 
 
 class RemoteError(RuntimeError):
-    """The store failed, after all tries. One line that names the URL. Exit code 82."""
+    """Raised when the store still fails after all tries. One line that names the URL. Exit code 82."""
     exit_code = 82
 
 
 @dataclass(frozen=True)
 class FileState:
-    """The state of a file in a store. version: changes with the content where the store has such a thing."""
+    """The size of a file in a store, and a `version` that changes with its content if the store has one."""
     size: int  # bytes
     version: str
 
 
 def is_url(text: str | None) -> bool:
-    """Whether a path names a store and not a file of this machine."""
+    """Return whether a path names a store rather than a local file."""
     return text is not None and URL.match(text) is not None
 
 
 def path_of_url(url: str) -> Path:
-    """s3://bucket/a/b -> s3/bucket/a/b: where a copy lies below a folder. Raises ConfigError."""
+    """Map s3://bucket/a/b to s3/bucket/a/b, the path of a copy below a local folder. Raises ConfigError."""
     match = URL.match(url)
     if match is None:
         raise ConfigError(f"{url}: not a URL such as s3://bucket/folder")
@@ -62,22 +62,22 @@ def path_of_url(url: str) -> Path:
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in a store. Names of files are relative to it. open_folder makes it.
+    """A folder in a store, as opened by open_folder. File names are relative to it.
 
     All methods raise RemoteError if the store fails.
     """
     url: str
     filesystem: Any  # fsspec.AbstractFileSystem
-    path: str  # of the folder, as the filesystem names it
+    path: str  # the folder's path within the filesystem
 
     def folder(self, name: str) -> "RemoteFolder":
-        """A folder inside."""
+        """Return a subfolder."""
         return RemoteFolder(f"{self.url}/{name}", self.filesystem, f"{self.path}/{name}")
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def state(self, name: str) -> FileState | None:
-        """The state of a file, as the store reports it; None if there is none."""
+        """Return the state of a file as the store reports it, or None if the file does not exist."""
         def look() -> FileState | None:
             self.filesystem.invalidate_cache()
             info = self.filesystem.info(f"{self.path}/{name}")
@@ -89,7 +89,7 @@ class RemoteFolder:
         return self.call(name, look, None)
 
     def names(self) -> list[str]:
-        """The names of the files and folders in it, sorted; none if there is no such folder."""
+        """Return the sorted names of the direct files and folders, [] if the folder does not exist."""
         def look() -> list[str]:
             self.filesystem.invalidate_cache()
             found = self.filesystem.ls(self.path, detail=False)
@@ -98,7 +98,7 @@ class RemoteFolder:
         return self.call("", look, [])
 
     def files(self) -> list[str]:
-        """The names of the files in it and in its folders, sorted; none if there is no such folder."""
+        """Return the sorted names of all files below, [] if the folder does not exist."""
         def look() -> list[str]:
             self.filesystem.invalidate_cache()
             found = self.filesystem.find(self.path)
@@ -107,13 +107,13 @@ class RemoteFolder:
         return self.call("", look, [])
 
     def read(self, name: str) -> bytes | None:
-        """All bytes of a small file; None if there is none."""
+        """Return the content of a small file, or None if it does not exist."""
         return self.call(name, lambda: self.filesystem.cat_file(f"{self.path}/{name}"), None)
 
     def download(self, name: str, target: Path, size: int) -> None:
-        """Writes a file of `size` bytes to a new local file, in parts, and flushes it to the disk.
+        """Download a file of `size` bytes in parts to a new local file, and fsync it.
 
-        Raises RemoteError if the store has fewer bytes; OSError of the local disk.
+        Raises RemoteError if the store has fewer bytes, and OSError if the local disk fails.
         """
         with open(target, "xb") as file:
             file.truncate(size)
@@ -135,11 +135,11 @@ class RemoteFolder:
     # ---- writing -------------------------------------------------------------------------------------------
 
     def write(self, name: str, data: bytes) -> None:
-        """Creates or replaces a small file."""
+        """Create or replace a small file."""
         self.call(name, lambda: self.filesystem.pipe_file(f"{self.path}/{name}", data))
 
     def upload(self, source: Path, name: str) -> None:
-        """Creates or replaces a file, and compares its size in the store. Raises OSError of the disk."""
+        """Create or replace a file and verify its size in the store. Raises OSError if the disk fails."""
         size = source.stat().st_size
         self.call(name, lambda: self.filesystem.put_file(str(source), f"{self.path}/{name}"))
         stored = self.state(name)
@@ -148,12 +148,12 @@ class RemoteFolder:
             raise RemoteError(f"{self.url}/{name}: {size:,} bytes were sent, and {found} are stored")
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files, one after the other; those that are not there are no error."""
+        """Remove files one by one, ignoring those that do not exist."""
         for name in names:
             self.call(name, lambda name=name: self.filesystem.rm_file(f"{self.path}/{name}"), None)
 
     def remove_empty(self) -> None:
-        """Removes the folder itself, where the store has real folders and this one is empty."""
+        """Remove the folder itself if it is empty and the store has real folders."""
         if URL.sub(r"\1", self.url) in WITH_FOLDERS and not self.names():
             # not rmdir, which does nothing for webhdfs
             self.call("", lambda: self.filesystem.rm(self.path, recursive=True), None)
@@ -161,9 +161,9 @@ class RemoteFolder:
     # ---- failing -------------------------------------------------------------------------------------------
 
     def call(self, name: str, work: Callable[[], Result], absent: Any = ...) -> Any:
-        """work(), tried again where the store fails. absent: the result if a file is not there.
+        """Call work() and retry if the store fails. Return `absent`, if given, when the file does not exist.
 
-        Packages raise exceptions of their own here, of no common class.
+        It catches Exception because the exceptions of fsspec's packages share no base class.
         """
         place = f"{self.url}/{name}" if name else self.url
         wait = FIRST_WAIT
@@ -191,13 +191,13 @@ def as_remote_error(place: str, error: Exception) -> RemoteError:
 
 
 def reason_of(error: Exception) -> str:
-    """The first words of an error of another package, in one line, with the name of its class."""
+    """Return the class and the first words of another package's error, on one line."""
     text = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def in_threads(work: Callable[[Any], object], jobs: Iterable[Any]) -> None:
-    """work(job) for each job, a few at a time. Raises the first error."""
+    """Call work(job) for each job in a few threads. Raises the first error."""
     with ThreadPoolExecutor(MAX_THREADS, "store") as pool:
         for _ in pool.map(work, jobs):
             pass
@@ -206,10 +206,10 @@ def in_threads(work: Callable[[Any], object], jobs: Iterable[Any]) -> None:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 def open_folder(url: str, key: str) -> RemoteFolder:
-    """The folder that a URL names. Sends nothing.
+    """Return the folder that a URL names, without contacting the store.
 
-    key: the config key, for messages. Raises ConfigError if the URL holds a password, or if the package for
-    its protocol is missing.
+    `key` is the config key to name in messages. Raises ConfigError if the URL contains a password, or if the
+    package for its protocol is not installed.
     """
     protocol = str(path_of_url(url).parts[0])
     if PASSWORD.match(url.partition("://")[2]):
@@ -219,14 +219,14 @@ def open_folder(url: str, key: str) -> RemoteFolder:
         )
     options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
     try:
-        import fsspec  # only a run that names a store needs it, and its protocol's package
+        import fsspec  # only runs that name a store need it, and the package of its protocol
 
         filesystem, path = fsspec.url_to_fs(url.rstrip("/"), **options)
     except ImportError as error:
         raise ConfigError(f"{key}: {url}: {one_line(error)}; {INSTALL}") from None
     except ValueError as error:
         raise ConfigError(f"{key}: {url}: {one_line(error)}; write it like s3://bucket/folder") from None
-    except Exception as error:  # some packages connect at once
+    except Exception as error:  # some packages connect immediately
         raise ConfigError(f"{key}: {url} cannot be reached: {reason_of(error)}; {CHECK}") from error
     return RemoteFolder(url.rstrip("/"), filesystem, path.rstrip("/"))
 

@@ -1,11 +1,11 @@
-"""The mean of the weights of several checkpoints: a model soup (arXiv 2203.05482), LAWA (arXiv 2306.03241).
+"""Averages the weights of several checkpoints: a model soup (arXiv 2203.05482), LAWA (arXiv 2306.03241).
 
     python -m scripts.average RUN@STEP RUN@STEP ... OUT       these checkpoints
     python -m scripts.average RUN OUT --last N                the N newest of a run
 
-OUT becomes a run folder with the mean of the master weights, in fp32, and without optimizer state:
-scripts.evaluate, scripts.generate and scripts.convert take it, and checkpoint.init_from. meta.json lists what
-was averaged. Each weight is summed in fp64.
+OUT becomes a run folder with the mean of the master weights, in fp32, without optimizer state. It works with
+scripts.evaluate, scripts.generate, scripts.convert and checkpoint.init_from. meta.json lists what was
+averaged. Each weight is summed in fp64.
 """
 import argparse
 import dataclasses
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def find_checkpoints(sources: list[str], last: int | None) -> list[Path]:
-    """The folders to average. Raises ConfigError."""
+    """Return the folders to average. Raises ConfigError."""
     if last is None:
         if len(sources) < 2:
             raise ConfigError("average: needs at least two checkpoints and OUT, or RUN OUT --last N")
@@ -68,9 +68,9 @@ def find_checkpoints(sources: list[str], last: int | None) -> list[Path]:
 
 
 def average(paths: list[Path], folder: Path, made: Tree) -> None:
-    """Writes the run folder with the mean of the checkpoints. Raises ConfigError if they do not match.
+    """Write the run folder with the mean of the checkpoints. Raises ConfigError if they do not match.
 
-    made: what makes it (config/provenance.py).
+    `made` records the code and command that make it (config/provenance.py).
     """
     indexes = [store.quick_check(path) for path in paths]
     metas = [index.meta for index in indexes]
@@ -113,7 +113,7 @@ def average(paths: list[Path], folder: Path, made: Tree) -> None:
 
 
 def check_same_model(first_path: Path, path: Path, first: Config, other: Config) -> None:
-    """Raises ConfigError if the two models compute different functions."""
+    """Raise ConfigError if the two models compute different functions."""
     for key, (left, right) in differences(first.model, other.model).items():
         raise ConfigError(
             f"{key}: {path} has {right}, and {first_path} has {left}; average weights of one model"

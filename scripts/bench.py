@@ -1,4 +1,4 @@
-"""Benchmarks, always beside a baseline in one run: lab/benchmarks/command.py."""
+"""Benchmarks, always against a baseline in one run: lab/benchmarks/command.py."""
 import sys
 
 from lab.benchmarks.first_environment import prepare

@@ -2,11 +2,11 @@
 
     python -m scripts.compare RUN [RUN ...] [--out report.html] [--watch 30]
 
-Prints what differs in their code, data and settings, and their losses at equal tokens and at equal FLOPs.
---out writes a page with the picture and all settings that needs no other file (.png: the picture alone).
---watch writes it again every so many seconds until all runs have ended, and a browser reads it again by
-itself. A run that has not ended and writes nothing for ten minutes is shown with "no news": it may have been
-killed. Of one run it is a report.
+Prints the differences in their code, data and settings, and their losses at equal tokens and at equal FLOPs.
+--out writes a self-contained page with the plot and all settings (.png: only the plot). --watch rewrites it
+at this interval in seconds until all runs have ended, and an open browser reloads it by itself. A run that
+has not ended and writes nothing for ten minutes is shown with "no news": it may have been killed. For a
+single run it is a report.
 """
 import argparse
 import json
@@ -66,9 +66,9 @@ def main(argv: list[str]) -> int:
 
 
 def readable(names: list[Path]) -> list[Run]:
-    """The runs that have a step, of what a pattern such as runs/* names; a line says what is left out.
+    """Return the runs with at least one step, for example among runs/*, and print which are left out.
 
-    Raises ConfigError for a name of nothing, and where no run is left.
+    Raises ConfigError for a name that matches nothing, and if no run is left.
     """
     found: list[Run] = []
     refusals: list[ConfigError] = []
@@ -109,7 +109,7 @@ def nothing_differs(runs: list[Run]) -> str:
 
 
 def write(runs: list[Run], path: Path, refresh_s: int | None) -> None:
-    """Replaces the file as a whole, so that a browser never reads half of it; makes its folder."""
+    """Replace the file atomically, so that a browser never reads half of it, and create its folder."""
     if path.suffix == ".png":
         content = draw_runs(runs)
     else:

@@ -1,27 +1,27 @@
-"""Conversion of Hugging Face folders to run folders and back.
+"""Converts Hugging Face folders to run folders and back.
 
     python -m scripts.convert from-hf DIR RUN                      a folder of save_pretrained -> a run folder
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
     torchrun --nproc-per-node 8 -m scripts.convert to-hf RUN DIR   the same, a tensor at a time in memory
 
-Models: those of checkpoint/hf/families/table.py, which docs/families.md names.
+Models: those of checkpoint/hf/families/table.py, listed in docs/families.md.
 
-The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
-installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind. A tensor is
-in memory at a time, and for the logits a layer in fp32; of transformers' model beside that the weights as
-they are stored. Ranks of torchrun write the same folder, each some of its files: they compare no logits, but
-what they have written with what is on the disk.
+Before anything is kept, the logits of both sides are compared in fp32: against transformers if it is
+installed, else (to-hf) against the new folder, read back. A failure leaves nothing behind. Memory holds one
+tensor at a time, and for the logits one layer in fp32, plus the stored weights of transformers' model. With
+torchrun, each rank writes some files of the same folder; the ranks do not compare logits, but verify what
+they have written on disk.
 
-An imported RUN holds weights at step 0 and no optimizer state. scripts.generate and scripts.evaluate accept
-it; training continues from it in a folder of its own: `python train.py --config RUN/config.yaml --data.path
+An imported RUN contains weights at step 0 and no optimizer state. scripts.generate and scripts.evaluate
+accept it; training continues from it in a new folder: `python train.py --config RUN/config.yaml --data.path
 PREFIX`, with the settings of configs/runs/continue.yaml. It cannot be resumed in place, because it has no
 data yet.
 
-DeepSeek's modules of multi-token prediction are read and written under the layer numbers after the last
-block, as published. transformers ignores them when it loads and drops them when it saves, so its logits do
-not cover them; a folder without them becomes a model without (model.mtp none). Published folders keep copies
-of the embedding and the head beside them; these must be equal to the originals, and are not written. FP8
-weights are refused (quantization_config).
+DeepSeek's multi-token prediction modules are read and written under the layer numbers after the last block,
+as published. transformers ignores them when it loads and drops them when it saves, so its logits do not cover
+them; a folder without them becomes a model without them (model.mtp none). Published folders also contain
+copies of the embedding and the head; these must equal the originals, and are not written. FP8 weights are
+refused (quantization_config).
 """
 import argparse
 import contextlib
@@ -73,21 +73,21 @@ from runtime.failure import exit_process, fail_cleanly
 from runtime.script_job import ScriptJob, script_job
 
 # Largest accepted difference / largest logit. Two correct implementations in fp32 differ by 1e-7 to 1e-5 (80
-# layers of rounding); a swapped head, a wrong base of RoPE or a missing bias differs by 1e-2 and more.
+# layers of rounding); a swapped head, a wrong RoPE base or a missing bias differs by 1e-2 or more.
 TOLERANCE = 1e-4
 PROBED = 64  # tokens of a sequence whose logits are compared
-MOST_PROBED = 8192  # tokens of a window beyond which they are compared, too
+MOST_PROBED = 8192  # longest window that is probed beyond
 DROPOUTS = (
     "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "output_dropout",
     "resid_pdrop", "embd_pdrop", "attn_pdrop",
 )
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}  # of --shard-size
 LEAST_VISION = {"hidden_size": 16, "num_hidden_layers": 0, "num_attention_heads": 1}
-MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
+MAX_ERROR_LENGTH = 300  # characters of a transformers error to show
 
 
 class LogitsDiffer(ConfigError):
-    """The logits of the two sides are not the same."""
+    """Raised if the logits of the two sides differ."""
     exit_code = 1
 
 
@@ -96,10 +96,11 @@ class LogitsDiffer(ConfigError):
 def from_hf(
     folder: Path, run: Path, spec: str | None = None, eod: str | None = None, made: Tree | None = None
 ) -> dict:
-    """Writes the run folder `run` from the Hugging Face folder; returns the report.
+    """Write the run folder `run` from the Hugging Face folder and return the report.
 
-    spec: the tokenizer; by default that of the folder, if it has one. eod: the token that ends documents; by
-    default the one that the tokenizer's files name. made: what makes it (config/provenance.py).
+    `spec` is the tokenizer, by default that of the folder, if it has one. `eod` is the token that ends
+    documents, by default the one named in the tokenizer's files. `made` records the command
+    (config/provenance.py).
     Raises ConfigError; LogitsDiffer; StorageError.
     """
     family, model = hf_config.read_hf_config(folder)
@@ -159,8 +160,9 @@ def from_hf(
 
 
 def has_ids_of(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
-    """Whether the tokenizer of a folder, if it has one, has the ids of `tok`, so that its files say more of
-    it."""
+    """Return whether the folder has a tokenizer with the same ids as `tok`, so that its richer files can be
+    used.
+    """
     try:
         return tokenizer.load_tokenizer(folder, eod).fingerprint == tok.fingerprint
     except ConfigError:
@@ -168,11 +170,12 @@ def has_ids_of(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
 
 
 def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
-    """Raises ConfigError if the folder has a tokenizer whose ids have other texts than those of `tok`, which
-    --tokenizer names as `spec`: the weights were trained with the folder's."""
+    """Raise ConfigError if the folder's tokenizer maps some id to another text than `tok`, which --tokenizer
+    names as `spec`: the weights were trained with the folder's.
+    """
     try:
         own = tokenizer.load_tokenizer(folder)
-    except ConfigError:  # none, or one that cannot be read, which --tokenizer replaces
+    except ConfigError:  # none, or an unreadable one, which --tokenizer replaces
         return
     found = another_text(own, tok)
     if found is not None:
@@ -183,7 +186,7 @@ def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
 
 
 def dropout_notes(folder: Path) -> list[str]:
-    """[a line that names the dropout of a config.json]; [] without any. It changes no logits."""
+    """Return a note on the dropout in config.json, [] if there is none. It does not affect the logits."""
     keys = json.loads((folder / "config.json").read_text())
     stated = {key: keys[key] for key in DROPOUTS if keys.get(key)}
     if not stated:
@@ -194,9 +197,9 @@ def dropout_notes(folder: Path) -> list[str]:
 
 
 def next_steps(run: Path, spec: str) -> dict[str, str]:
-    """The commands that continue training from an imported run: FILES is the text, as only the user knows.
+    """Return the commands that continue training from an imported run. FILES stands for the user's text.
 
-    spec: the tokenizer; T where the user must name it, too.
+    `spec` is the tokenizer, or T if the user must name it as well.
     """
     prefix = f"runs/data/{run.name}"
     return {
@@ -217,7 +220,7 @@ def import_weights(
     checkpoints: Path,
     made: Tree | None,
 ) -> list[Tensor]:
-    """Saves the weights `found` in `source` as step 0; returns our logits of the probes."""
+    """Save the weights `found` in `source` as step 0 and return our logits of the probes."""
     model = cfg.model
     num_elements = sum(math.prod(tensor.shape) for tensor in found.values())
     check_counts(model, num_tensors=len(found), num_elements=num_elements, where=str(source))
@@ -248,17 +251,17 @@ def import_weights(
 
 
 def has_start(tok: Tokenizer | None) -> bool | None:
-    """Whether a run with this tokenizer begins documents with a start token; None where that is not known."""
+    """Return whether a run with this tokenizer begins documents with a start token, None if unknown."""
     try:
         return None if tok is None else start_token(tok, None) is not None
-    except ConfigError:  # a run has to choose with data.bos
+    except ConfigError:  # the run has to choose with data.bos
         return None
 
 
 def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
-    """The content of RUN/config.yaml: continued training from these weights, in a folder beside this one.
+    """Return the content of RUN/config.yaml: continued training from these weights, in a sibling folder.
 
-    data.path is left open, for the user to name.
+    data.path is left for the user to set.
     """
     preset = None
     for name, entry in presets().items():
@@ -278,15 +281,15 @@ def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
 
 
 def preset_model(entry: dict, vocab: int | None) -> ModelConfig:
-    """The model of an entry of configs/models.yaml; vocab: if the entry has none."""
+    """Return the model of an entry of configs/models.yaml. `vocab` is used if the entry has none."""
     values = {key: value for key, value in entry.items() if key != "recipe"}
     return build_tree(ModelConfig, {"vocab": vocab, **values})
 
 
 def with_all_values(model: ModelConfig) -> ModelConfig:
-    """The model with every optional value set, and without what only training reads.
+    """Return the model with every optional value set, and without values that only training reads.
 
-    Two configs of the same model become equal.
+    Two configs of the same model then compare equal.
     """
     return replace(spell_out(model), preset="")
 
@@ -302,11 +305,11 @@ def to_hf(
     eod: str | None = None,
     shard_bytes: int = hf.SHARD_BYTES,
 ) -> dict:
-    """Writes the Hugging Face folder from a run or checkpoint folder; returns the report.
+    """Write the Hugging Face folder from a run or checkpoint folder and return the report.
 
-    dtype: of the weights on disk. spec: the tokenizer; by default that of the run, if it has one. weights:
-    one of state.WEIGHTS. eod: as of from_hf. shard_bytes: of the tensors of a file, at most.
-    Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
+    `dtype` is that of the weights on disk. `spec` is the tokenizer, by default that of the run, if it has
+    one. `weights` is one of state.WEIGHTS. `eod` is as in from_hf. `shard_bytes` limits the tensors of a
+    file. Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
     """
     notes: list[str] = []
     index = state.find_index(run, notes)
@@ -339,10 +342,10 @@ def to_hf_on_ranks(
     shard_bytes: int,
     world: World,
 ) -> dict:
-    """to_hf, by many ranks without a model in memory: each writes files of the folder. Collective.
+    """Run to_hf on many ranks without a model in memory: each writes some files of the folder. Collective.
 
-    Each rank waits until all have written theirs, and the first renames the folder at the end. Raises as
-    to_hf does, on all ranks; after an error the folder is not there.
+    Each rank waits until all have written theirs, and the first renames the folder at the end. Raises the
+    errors of to_hf on all ranks, after removing the folder.
     """
     everyone, timeout_s = world.all_ranks(), config.CheckpointConfig().timeout_s
     sharers = state.ranks_on_this_host(everyone)
@@ -367,7 +370,7 @@ def to_hf_on_ranks(
             hf.write_index(temp, files, total_bytes)
             begun.close()  # renames it
 
-        with contextlib.ExitStack() as begun:  # of the first rank
+        with contextlib.ExitStack() as begun:  # on the first rank
             name, *of_folder = state.first_rank_does(begin, everyone, timeout_s)
             temp = Path(name)
             try:
@@ -390,7 +393,7 @@ def to_hf_on_ranks(
                 state.first_rank_does(finish, everyone, timeout_s)
             except PeerError:
                 raise
-            except Exception:  # raised on all ranks: none ends before the folder is gone
+            except Exception:  # raised on all ranks: none exits before the folder is removed
                 state.first_rank_does(lambda: remove(temp), everyone, timeout_s)
                 raise
         plural = "s" if len(files) > 1 else ""
@@ -410,9 +413,9 @@ def to_hf_on_ranks(
 def tensors_to_write(
     index: store.StoredIndex, cfg: Config, family: str
 ) -> tuple[list[hf.Piece], list[hf.HFTensor]]:
-    """(our tensors, those of the folder) of a checkpoint that is exported, all without values.
+    """Return (our tensors, the folder's tensors) of a checkpoint to export, all without values.
 
-    Raises ConfigError for a model that no folder of the family can hold.
+    Raises ConfigError for a model that the family's format cannot represent.
     """
     check_size(cfg.model, index.pieces, str(index.path))
     pieces = weights_without_values(cfg, dtype_in_memory(cfg))
@@ -422,20 +425,20 @@ def tensors_to_write(
 
 
 def weights_without_values(cfg: Config, dtype: str) -> list[hf.Piece]:
-    """The whole tensors of a model, without values."""
+    """Return the whole tensors of a model, without values."""
     like = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
     return weights_of_rank(like, Mesh.single(), torch.device("meta"), rank_of_stage=(0,))[1]
 
 
 def dtype_in_memory(cfg: Config) -> str:
-    """Of the weights of a checkpoint, while they are converted."""
+    """Return the dtype in memory of a checkpoint's weights while they are converted."""
     return "fp64" if cfg.train.dtype == "fp64" else "fp32"
 
 
 def tokenizer_to_export(
     index: store.StoredIndex, spec: str | None, eod: str | None, notes: list[str]
 ) -> tuple[Tokenizer | None, Path]:
-    """(the tokenizer of the folder, if there is one; its folder or file). Adds to the notes. See to_hf."""
+    """Return (the folder's tokenizer, if any; its folder or file), adding to the notes. See to_hf."""
     path, meta = index.path, index.meta
     source = Path(spec) if spec else path.parent.parent / "tokenizer"
     tok = tokenizer_of_run(path, meta["tokenizer"], spec, eod) if spec or source.is_dir() else None
@@ -454,7 +457,9 @@ def write_small_files(
     dtype: torch.dtype,
     weights: str,
 ) -> list[str]:
-    """Writes all but the weights into `target`; returns notes. source: of the tokenizer. Raises StorageError.
+    """Write everything but the weights into `target` and return notes. Raises StorageError.
+
+    `source` is the folder or file of the tokenizer.
     """
     cfg = state.config_of(index.meta)
     with storage_errors(target, 0):
@@ -469,7 +474,7 @@ def write_small_files(
 def export_report(
     index: store.StoredIndex, folder: Path, *, num_tensors: int, logits: dict | None, notes: list[str]
 ) -> dict:
-    """The report of an export."""
+    """Return the report of an export."""
     model = state.config_of(index.meta).model
     return {
         "family": hf_config.family_of(model),
@@ -484,7 +489,7 @@ def export_report(
 
 
 def origin_of(path: Path, meta: Tree, weights: str) -> Tree:
-    """The record of the run that an export is of. path, meta: of the checkpoint. weights: see to_hf."""
+    """Return the record of the exported run from its checkpoint's path and meta. For `weights` see to_hf."""
     made = meta.get("provenance") or {}
     code = made.get("code", {})
     return {
@@ -508,7 +513,7 @@ def export_weights(
     weights: str,
     shard_bytes: int,
 ) -> tuple[list[Tensor], int]:
-    """Writes the weights of a checkpoint into `target`, in `dtype`. weights, shard_bytes: see to_hf.
+    """Write the weights of a checkpoint into `target`, in `dtype`. For weights and shard_bytes see to_hf.
 
     Returns our logits of the probes with the weights as written, and the number of tensors.
     """
@@ -530,7 +535,7 @@ def export_weights(
     def fill(boxes: list[hf.Piece]) -> None:
         load_part(index, state.stored_as(index, boxes, weights))
         hf.fold_mup(cfg.model, boxes)
-        # The comparison is about the written values, not about those before rounding.
+        # compare the written values, not those before rounding
         for tensor in hf.hf_tensors(family, cfg.model, boxes):
             for part in tensor.parts:
                 part.copy_((part - tensor.above).to(tensor.dtype(dtype)).to(part.dtype) + tensor.above)
@@ -540,7 +545,7 @@ def export_weights(
 
 
 def load_part(index: store.StoredIndex, boxes: list[hf.Piece]) -> None:
-    """Fills some of the tensors of a checkpoint. Raises IntegrityError; ConfigError if they do not fit."""
+    """Load some tensors of a checkpoint. Raises IntegrityError, or ConfigError if they do not fit."""
     keys = {box.key for box, _ in boxes}
     part = replace(index, pieces=[piece for piece in index.pieces if piece.box.key in keys])
     store.load(part, boxes, strict=False)
@@ -549,9 +554,9 @@ def load_part(index: store.StoredIndex, boxes: list[hf.Piece]) -> None:
 def write_settings(
     target: Path, model: ModelConfig, tok: Tokenizer | None, source: Path, dtype: torch.dtype
 ) -> None:
-    """Writes the tokenizer's own files, config.json and generation_config.json into `target`.
+    """Write the tokenizer's own files, config.json and generation_config.json into `target`.
 
-    source: the folder or file of the tokenizer.
+    `source` is the folder or file of the tokenizer.
     """
     special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
     if tok:
@@ -566,11 +571,11 @@ def write_settings(
 
 
 def export_tokenizer(tok: Tokenizer, source: Path, target: Path) -> dict[str, int | None]:
-    """Writes the tokenizer's own files into `target`; returns the special ids for config.json."""
+    """Write the tokenizer's own files into `target` and return the special ids for config.json."""
     tok.save(target)
     tokenizer_files.copy_files(source, target)
     (target / "tokenizer.bytes").unlink(missing_ok=True)
-    # An imported tokenizer keeps the config.json that it came with, and its special ids.
+    # An imported tokenizer keeps its original config.json, and the special ids in it.
     imported = json.loads(getattr(tok, "files", {}).get("config.json", "{}"))
     return {
         "bos_token_id": imported.get("bos_token_id", tok.bos),
@@ -579,10 +584,10 @@ def export_tokenizer(tok: Tokenizer, source: Path, target: Path) -> dict[str, in
 
 
 def export_json(tok: Tokenizer, family: str, target: Path, start: SpecialToken | None) -> list[str]:
-    """Writes tokenizer.json for a tokenizer that has none, if it can be exact. start: what is put before a
-    text, as the files then say.
+    """Write tokenizer.json for a tokenizer that has none, if an exact one is possible. The files then put
+    `start` before a text.
 
-    Returns notes on what is not exact.
+    Returns notes on what is inexact.
     """
     files = target / "tokenizer.json", target / "tokenizer_config.json"
     is_ours = not any(file.exists() for file in files)
@@ -593,7 +598,7 @@ def export_json(tok: Tokenizer, family: str, target: Path, start: SpecialToken |
             set_start(start, tok.contract.start, *files)
         check_auto_tokenizer(tok, target, is_ours, start)
     except hf_tokenizer.ExportRefused as refusal:
-        if not is_ours:  # the files of another project stay as they are
+        if not is_ours:  # do not touch files of another project
             return [f"{refusal}; PreTrainedTokenizerFast may do better"]
         for file in files:
             file.unlink(missing_ok=True)
@@ -603,14 +608,14 @@ def export_json(tok: Tokenizer, family: str, target: Path, start: SpecialToken |
 
 
 def write_tokenizer_json(tok: Tokenizer, family: str, tokenizer_file: Path, settings_file: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json of a byte or sentencepiece tokenizer.
+    """Write tokenizer.json and tokenizer_config.json of a byte or sentencepiece tokenizer.
 
-    Raises ExportRefused if tokenizer.json cannot give exactly our ids.
+    Raises ExportRefused if tokenizer.json cannot reproduce our ids exactly.
     """
     if isinstance(tok, tokenizer.ByteTokenizer):
         data = hf_tokenizer.from_bytes(tok.eod)
     else:
-        assert isinstance(tok, tokenizer.SentencePieceTokenizer)  # a JsonTokenizer saves a tokenizer.json
+        assert isinstance(tok, tokenizer.SentencePieceTokenizer)  # a JsonTokenizer saves tokenizer.json
         data = hf_tokenizer.from_sentencepiece(tok.model)
     tokenizer_file.write_text(hf_tokenizer.check_exact(data, tok.encode), encoding="utf-8")
 
@@ -621,7 +626,7 @@ def write_tokenizer_json(tok: Tokenizer, family: str, tokenizer_file: Path, sett
 
 def set_start(start: SpecialToken | None, known: SpecialToken | None, tokenizer_file: Path,
               settings_file: Path) -> None:
-    """Makes the files put `start` before a text, or nothing. known: the tokenizer's start token."""
+    """Make the files put `start`, or nothing, before a text. `known` is the tokenizer's start token."""
     if tokenizer_file.exists():
         data = json.loads(tokenizer_file.read_text(encoding="utf-8"))
         data["post_processor"] = hf_tokenizer.with_start(
@@ -634,11 +639,10 @@ def set_start(start: SpecialToken | None, known: SpecialToken | None, tokenizer_
 
 
 def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool, start: SpecialToken | None) -> None:
-    """Checks that AutoTokenizer gives our ids, if transformers is installed.
+    """Check that AutoTokenizer reproduces our ids, if transformers is installed.
 
-    start: stands before them where it adds special tokens. is_ours: we wrote tokenizer.json; texts that
-    contain special tokens must agree, too.
-    Raises ExportRefused if an id differs.
+    `start` precedes them if special tokens are added. If we wrote tokenizer.json (`is_ours`), texts that
+    contain special tokens must match as well. Raises ExportRefused if an id differs.
     """
     try:
         import transformers
@@ -653,7 +657,7 @@ def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool, start: Spe
             without=() if is_ours else list(auto.get_added_vocab()),
         )
         bare, whole = auto.encode("a", add_special_tokens=False), auto.encode("a")
-    except Exception as error:  # whatever transformers does not accept in the folder
+    except Exception as error:  # any error of transformers with this folder
         raise hf_tokenizer.ExportRefused(f"{who} fails: {' '.join(str(error).split())[:200]}") from None
     theirs = whole[0] if whole[:1] != bare[:1] else None
     if theirs != (start.id if start else None):
@@ -664,7 +668,7 @@ def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool, start: Spe
 
 
 def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
-    """A note if the tokenizer makes ids that the model does not have."""
+    """Return a note if the tokenizer has ids that the model lacks."""
     if tok is None or tok.vocab <= config.vocab_size(model):
         return []
     return [f"the tokenizer has {tok.vocab} ids, the model only {model.vocab}: "
@@ -674,9 +678,10 @@ def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
 # ---- models and logits -----------------------------------------------------------------------------------
 
 def probes(model: ModelConfig) -> list[Tensor]:
-    """Random token ids: [2, PROBED], and a sequence [1, s] that reaches beyond the longest window of any
-    layer that is not too long, beyond the first chunk of layers with a state, and beyond the length from
-    which on angles are others; the first are within that length."""
+    """Return random token ids: [2, PROBED], and one sequence [1, s] that reaches beyond the longest window of
+    any layer (unless that is too long), the first chunk of recurrent layers, and the length at which RoPE
+    changes; the former stay below that length.
+    """
     switches = rope_switches(model)
     shapes = [(2, min(PROBED, model.context, *switches))]
     has_state = any(not like.mixer.has_softmax for like in config.layer_models(model).values())
@@ -689,8 +694,9 @@ def probes(model: ModelConfig) -> list[Tensor]:
 
 
 def window_notes(model: ModelConfig) -> list[str]:
-    """[that the logits were compared within the window, or the original context, alone]; [] if they were
-    compared beyond it."""
+    """Return a note that the logits were only compared within the window or the original context, [] if they
+    were compared beyond it.
+    """
     named = {"window": windows_of(model), "original context": sorted(rope_switches(model))}
     missed = {name: [length for length in lengths if length >= min(model.context, MOST_PROBED)]
               for name, lengths in named.items()}
@@ -699,15 +705,14 @@ def window_notes(model: ModelConfig) -> list[str]:
 
 
 def windows_of(model: ModelConfig) -> list[int]:
-    """The attention windows that some layer has, in ascending order."""
+    """Return the attention windows of all layers, in ascending order."""
     windows = {getattr(like.mixer, "window", None) for like in config.layer_models(model).values()}
     return sorted(windows - {None})
 
 
 @torch.no_grad()
 def our_logits(cfg: Config, dtype: str, fill: Fill) -> list[Tensor]:
-    """Logits [b, n, vocab] of each of the probes: of its last n tokens, at most PROBED. See model_in_parts.
-    """
+    """Return our logits [b, n, vocab] of each probe's last n tokens, at most PROBED. See model_in_parts."""
     stage = model_in_parts(cfg, dtype, fill)
     logits: list[Tensor] = []
     for tokens in probes(cfg.model):
@@ -718,10 +723,10 @@ def our_logits(cfg: Config, dtype: str, fill: Fill) -> list[Tensor]:
 
 @torch.no_grad()
 def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | None:
-    """(who computed them, logits as our_logits returns them) of transformers' model of this folder, in fp32;
+    """Return (who computed them, logits like our_logits) of transformers' model of this folder, in fp32, or
     None without transformers.
 
-    Raises LogitsDiffer if transformers does not load the folder or does not run its model.
+    Raises LogitsDiffer if transformers cannot load the folder or run its model.
     """
     try:
         import transformers
@@ -738,18 +743,18 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
         model_type = family.code or model_type
         model_class = getattr(transformers, family.architecture, None)
         model_class = kept_as_stored(model_class, folder) or transformers.AutoModelForCausalLM
-    else:  # of more than text
+    else:  # multimodal
         model_class = transformers.AutoModelForImageTextToText
     try:
         their_config = transformers.CONFIG_MAPPING[model_type].from_dict(
             {**keys, "model_type": model_type})
         model = model_class.from_pretrained(
             folder, config=their_config, dtype=torch.float32, local_files_only=True)
-        # Llama 4 with images fails on text alone, and has a whole model of text inside
+        # Llama 4 with images fails on text alone, and contains a complete text model
         text = getattr(model, "language_model", None)
         model = text if hasattr(text, "lm_head") else model
         if mixture(ours) and hasattr(model, "set_experts_implementation"):
-            # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
+            # loop over experts: transformers' grouped product requires rows of a multiple of 16 bytes
             model.set_experts_implementation("eager")
         model.eval()
         compute_in_fp32(model)
@@ -757,14 +762,15 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
         for tokens in probes(ours):
             logits.append(model(input_ids=tokens, use_cache=False, logits_to_keep=PROBED).logits)
         return who, logits
-    except Exception as error:  # whatever transformers does not accept in the folder
+    except Exception as error:  # any error of transformers with this folder
         text = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
         raise LogitsDiffer(f"{folder}: {who} cannot run it: {type(error).__name__}: {text}") from error
 
 
 def as_whole(keys: Tree) -> Tree:
-    """The keys of a model of text, as those of a model of more where transformers has no class for the text
-    alone. What reads images there has no weights in the folder, and reads nothing."""
+    """Return the keys of a text model as those of a multimodal model, if transformers has no class for the
+    text alone. The vision part then has no weights in the folder, and no inputs.
+    """
     family = FAMILIES.get(keys["model_type"])
     if family is None or not family.within:
         return keys
@@ -773,8 +779,9 @@ def as_whole(keys: Tree) -> Tree:
 
 
 def kept_as_stored(model_class: type | None, folder: Path) -> type | None:
-    """The class of a model of transformers, whose weights stay in 16 bits where the folder has no others. All
-    else, such as factors that it computes from config.json, has the dtype that from_pretrained is told."""
+    """Return the transformers model class with weights kept in 16 bits if the folder has no others.
+    Everything else, such as factors computed from config.json, has the dtype given to from_pretrained.
+    """
     dtypes = {info.dtype for info in open_safetensors_folder(folder).tensors.values()}
     if model_class is None or dtypes not in ({torch.bfloat16}, {torch.float16}):
         return model_class
@@ -784,8 +791,9 @@ def kept_as_stored(model_class: type | None, folder: Path) -> type | None:
 
 
 def compute_in_fp32(module: nn.Module, is_layer: bool = False) -> None:
-    """Lets the weights of each layer, and of each part beside the layers, be fp32 while it computes: only
-    those of one are, and the others as they are stored."""
+    """Convert the weights of each layer, and of each module outside the layers, to fp32 only while it
+    computes; all others stay as stored.
+    """
     if not list(module.parameters(recurse=is_layer)):
         for child in module.children():
             compute_in_fp32(child, is_layer=isinstance(module, nn.ModuleList))
@@ -807,7 +815,7 @@ def compute_in_fp32(module: nn.Module, is_layer: bool = False) -> None:
 
 
 def read_back(folder: Path) -> tuple[str, list[Tensor]]:
-    """(who computed them, logits) of the folder as from-hf reads it."""
+    """Return (who computed them, logits) of the folder, loaded as from-hf does."""
     index = foreign.open_hf_folder(folder)
     return "its own reader", our_logits(
         Config(model=index.model), "fp32", lambda boxes: foreign.ForeignLoad(index, boxes).fill())
@@ -816,7 +824,7 @@ def read_back(folder: Path) -> tuple[str, list[Tensor]]:
 def compare(
     ours: list[Tensor], theirs: tuple[str, list[Tensor]] | None, model: ModelConfig, where: str
 ) -> dict | None:
-    """The report on the logits of both sides; None if there is no other side. Raises LogitsDiffer."""
+    """Return the report on the logits of both sides, None if there is no other side. Raises LogitsDiffer."""
     if theirs is None:
         return None
     who, logits = theirs
@@ -826,7 +834,7 @@ def compare(
 
     difference = max(float((one - other).abs().max()) for one, other in zip(ours, logits))
     largest = max(float(each.abs().max()) for each in logits)
-    if not difference <= TOLERANCE * largest:  # true for NaN, too
+    if not difference <= TOLERANCE * largest:  # also true for NaN
         raise LogitsDiffer(
             f"logits {where} differ by {difference:.3g} where the largest is {largest:.3g}; nothing was "
             "kept. After an edit of model/ or kernels/, the exported config.json cannot say what the model "
@@ -843,7 +851,7 @@ def compare(
 
 @contextlib.contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder to fill; it is renamed to `final` at the end, and removed after an error.
+    """Yield a temporary folder to fill. It is renamed to `final` at the end, and removed after an error.
 
     Raises ConfigError if `final` exists and is not an empty folder.
     """
@@ -902,7 +910,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def shard_size(text: str) -> int:
-    """Bytes of a size as transformers writes it: 5GB. Raises ArgumentTypeError."""
+    """Return the bytes of a size in transformers' notation: 5GB. Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(GB|MB|KB)", text.upper())
     size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if size < 1:
@@ -926,7 +934,7 @@ def main(argv: list[str]) -> int:
 
 
 def import_folder(args: argparse.Namespace, argv: list[str], job: ScriptJob) -> dict:
-    """from-hf. Raises ConfigError on many ranks."""
+    """Run from-hf. Raises ConfigError on many ranks."""
     if job.size > 1:
         raise ConfigError(f"from-hf: one process imports, and here are {job.size} ranks; start it without "
                           "torchrun")
@@ -935,7 +943,7 @@ def import_folder(args: argparse.Namespace, argv: list[str], job: ScriptJob) -> 
 
 
 def export_run(args: argparse.Namespace, world: World) -> dict:
-    """to-hf."""
+    """Run to-hf."""
     options = {
         "spec": args.tokenizer,
         "weights": args.weights,
@@ -950,8 +958,9 @@ def export_run(args: argparse.Namespace, world: World) -> dict:
 
 @contextlib.contextmanager
 def interrupted_by_sigterm() -> Iterator[None]:
-    """A SIGTERM inside, which torchrun sends where another rank is lost, ends this one as Ctrl-C does, so
-    that it leaves no folder behind."""
+    """Make a SIGTERM inside, which torchrun sends when another rank is lost, act like Ctrl-C, so that this
+    rank leaves no folder behind.
+    """
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -963,7 +972,7 @@ def interrupted_by_sigterm() -> Iterator[None]:
 
 
 def report_text(report: dict) -> str:
-    """The report as lines of text."""
+    """Return the report as lines of text."""
     width = output_width()
     size = f"{report['parameters']:,} parameters in {report['tensors']} tensors"
     lines = wrapped(f"{report['family']}: {size}, {report['from']} -> {report['to']}", width)

@@ -1,9 +1,9 @@
-"""Writes the tasks of configs/tasks, which show eval.tasks at work; they measure nothing that matters.
+"""Writes the tasks of configs/tasks, which demonstrate eval.tasks; they measure nothing that matters.
 
     python -m scripts.demo_tasks [FOLDER]
 
-python.jsonl: how a line of Python goes on, which the quickstart's model learns. arithmetic.jsonl: sums and
-differences, which it does not. Both are made from the templates below with a seed.
+python.jsonl: completions of a line of Python, which the quickstart's model learns. arithmetic.jsonl: sums and
+differences, which it does not. Both are generated from the templates below with a seed.
 """
 import json
 import random
@@ -15,7 +15,7 @@ from typing import Any
 SEED = 7
 EXAMPLES = 100
 NAMES = ("size", "name", "value", "path", "line", "count", "result", "key", "data", "index")
-WORDS = (  # answers of the same length: else a model that has learned nothing prefers the short ones
+WORDS = (  # answers of equal length: an untrained model would prefer short ones
     ("None", "True", "self", "else", "with", "from", "pass", "elif"),
     ("range", "raise", "class", "while", "break", "yield", "False"),
     ("import", "return", "except", "lambda", "global", "assert"),
@@ -61,7 +61,7 @@ def choices(context: str, right: str, wrong: list[str], rng: random.Random) -> d
 
 
 def write_tasks(folder: Path) -> None:
-    """Writes both files. Raises OSError."""
+    """Write both files. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in (("python", python_example), ("arithmetic", arithmetic_example)):
         rng = random.Random(SEED)

@@ -3,13 +3,13 @@
     python -m scripts.evaluate RUN [--data PREFIX] [--tasks PATH | arc_easy ...]
     torchrun --nproc-per-node 8 -m scripts.evaluate RUN
 
-Without --data: the validation split of the run, each sample once. With it: all of PREFIX.bin, whose tokens
-must come from the tokenizer of the run (python -m scripts.prepare_data --tokenizer RUN/tokenizer makes such
-data). A loss on tokens needs no tokenizer; bits per byte and tasks do, and --tokenizer names that of a run
-without, such as an imported one.
+Without --data: the validation split of the run, each sample once. With it: all of PREFIX.bin, which must be
+tokenized with the run's tokenizer (python -m scripts.prepare_data --tokenizer RUN/tokenizer). The loss needs
+no tokenizer; bits per byte and tasks do, and --tokenizer names it for a run without one, such as an imported
+run.
 
-With --tasks instead: files and folders as eval.tasks takes them, with the numbers of the training loop; and
-by their names, tasks of lm-evaluation-harness (pip install lm-eval).
+With --tasks instead: files and folders as in eval.tasks, scored as in the training loop; and tasks of
+lm-evaluation-harness by name (pip install lm-eval).
 
 Ranks of torchrun hold the model together, in any layout.
 """
@@ -46,8 +46,8 @@ from runtime.failure import exit_process, fail_cleanly
 from runtime.script_job import add_layout_options, check_layout_options, script_job
 from runtime.tasks import EvaluationModel, run_tasks
 
-SECONDS_BETWEEN_LINES = 10.0  # of progress
-BATCHES_A_STAGE = 4  # that a pipeline has under way: it is idle for a fifth of the time at most
+SECONDS_BETWEEN_LINES = 10.0  # interval of progress lines
+BATCHES_A_STAGE = 4  # in flight in a pipeline, so that it idles at most a fifth of the time
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -107,14 +107,14 @@ def main(argv: list[str]) -> int:
 # ---- loss ------------------------------------------------------------------------------------------------
 
 def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
-    """Prints loss, perplexity and bits per byte of the data that --data, --samples and --seq-len select.
+    """Print loss, perplexity and bits per byte of the data that --data, --samples and --seq-len select.
 
     Raises ConfigError if the data was made with another tokenizer, or the model has too few positions.
     """
     # the data
     seq_len = args.seq_len or run.cfg.train.seq_len
     check_context(run, seq_len)
-    # no span: the same sequences, whatever was shuffled together in training
+    # no span: the same sequences, however training was shuffled
     cfg = replace(
         run.cfg, train=replace(run.cfg.train, seq_len=seq_len), data=replace(run.cfg.data, span=None)
     )
@@ -137,7 +137,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
         raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
                           ".bin/.idx")
     batch_size = args.micro_batch or run.cfg.train.micro_batch
-    if run.mesh.world.size > 1:  # the first opening may write beside the data
+    if run.mesh.world.size > 1:  # the first to open the data may write index files next to it
         first_rank_does(lambda: open_validation(cfg, batch_size).close(), run.mesh.world, math.inf)
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
@@ -148,7 +148,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
         dataset.index.contract.check(run.known_tokenizer.contract if run.known_tokenizer else None)
     samples = min(data.samples, args.samples or data.samples)
 
-    # its loss
+    # the loss
     started = last_line = time.perf_counter()
     loss_sum = 0.0
     done = 0
@@ -177,7 +177,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
     # the report
     report = loss_report(loss, bytes_per_token)
     if args.json:
-        # JSON has no NaN and no infinity.
+        # JSON cannot represent NaN or infinity
         finite = {key: value if math.isfinite(value) else None for key, value in report.items()}
         source = {"run": str(run.path), "step": run.step, "data": name, "tokens": samples * seq_len}
         print(json.dumps({**source, **finite, "seconds": seconds}))
@@ -188,7 +188,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
 
 
 def check_context(run: TrainedModel, seq_len: int) -> None:
-    """Says that sequences are longer than model.context. Raises ConfigError where positions are learned."""
+    """Warn if sequences are longer than model.context. Raises ConfigError if positions are learned."""
     model = run.cfg.model
     if seq_len <= model.context:
         return
@@ -200,26 +200,26 @@ def check_context(run: TrainedModel, seq_len: int) -> None:
 
 
 def open_validation(cfg: Config, batch_size: int) -> BatchLoader:
-    """The validation split; each of its steps is one batch of `batch_size` sequences."""
+    """Return the validation split; each of its steps is one batch of `batch_size` sequences."""
     train = replace(cfg.train, micro_batch=batch_size, global_batch=batch_size)
     return open_loader(replace(cfg, train=train), "valid", 0, 1)
 
 
 def batches(data: BatchLoader, first: int, last: int) -> Iterator[Microbatch]:
-    """The batches of steps first .. last - 1."""
+    """Yield the batches of steps first .. last - 1."""
     for step in range(first, last):
         yield from data.microbatches(step)
 
 
 def remaining_samples(cfg: Config, samples: int, batch_size: int) -> Iterator[Microbatch]:
-    """The last samples % batch_size of the first `samples` samples, each as a batch of one."""
+    """Yield the last samples % batch_size of the first `samples` samples, each as a batch of one."""
     in_full_batches = samples - samples % batch_size
     if in_full_batches < samples:
         yield from batches(open_validation(cfg, 1), in_full_batches, samples)
 
 
 def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse.Namespace) -> None:
-    """Raises ConfigError if the data names another tokenizer than that of the run."""
+    """Raise ConfigError if the data names another tokenizer than the run."""
     if of_data is None or run.known_tokenizer is None or of_data.fingerprint == run.tokenizer.fingerprint:
         return
     path = args.data or run.cfg.data.valid or run.cfg.data.path
@@ -235,12 +235,12 @@ def tokenizer_folder(run: TrainedModel) -> str:
 # ---- tasks -----------------------------------------------------------------------------------------------
 
 def is_path(task: str) -> bool:
-    """Whether a word of --tasks is a file or folder, and no task of lm-eval."""
+    """Return whether an argument of --tasks is a file or folder rather than a task of lm-eval."""
     return "/" in task or task.endswith(".jsonl") or Path(task).exists()
 
 
 def file_tasks(args: argparse.Namespace) -> list[ScoredTask]:
-    """The tasks of the files and folders of --tasks. Raises ConfigError."""
+    """Return the tasks in the files and folders of --tasks. Raises ConfigError."""
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit: {args.limit} must be above 0")
     if args.shots is not None and args.shots < 0:
@@ -250,9 +250,9 @@ def file_tasks(args: argparse.Namespace) -> list[ScoredTask]:
 
 
 def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, tasks: list[ScoredTask]) -> None:
-    """Prints the metrics of the tasks; those of lm-eval with their standard errors.
+    """Print the metrics of the tasks, with standard errors for those of lm-eval.
 
-    tasks: of files and folders.
+    `tasks` are those of files and folders.
     """
     results: dict[str, dict[str, float]] = {}
     core = None
@@ -283,7 +283,7 @@ def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, tasks: list[Scor
 
 
 def evaluation_model(run: TrainedModel, args: argparse.Namespace) -> EvaluationModel:
-    """The functions of the run that lm-eval needs. Each of several ranks asks them the same in one order."""
+    """Return the run's functions for lm-eval. All ranks must call them in the same order."""
     prompts, tok = run.prompts, run.tokenizer
     bare = replace(prompts, start=None)
 
@@ -309,7 +309,7 @@ def evaluation_model(run: TrainedModel, args: argparse.Namespace) -> EvaluationM
 
 @contextlib.contextmanager
 def heard_from(run: TrainedModel) -> Iterator[None]:
-    """lm-eval inside: it runs on every rank, and the first alone prints what it says on its way."""
+    """Let only the first rank print lm-eval's progress; it runs on every rank."""
     if run.is_first_rank:
         yield
         return
@@ -318,7 +318,7 @@ def heard_from(run: TrainedModel) -> Iterator[None]:
 
 
 def note(run: TrainedModel, text: str) -> None:
-    """Prints a line beside the results, on stderr."""
+    """Print a line apart from the results, on stderr."""
     if run.is_first_rank:
         print(text, file=sys.stderr)
 

@@ -5,9 +5,9 @@
     python -m scripts.generate RUN --chat
     torchrun --nproc-per-node 8 -m scripts.generate RUN --prompt "def "
 
-RUN is a run folder, or one of its checkpoint folders. --chat writes messages with the chat template of the
-tokenizer, as the run has read conversations, and prints the answers alone. Without a message it reads them
-from the terminal, a line each; Ctrl-D ends. Ranks of torchrun hold the model together, in any layout.
+RUN is a run folder, or one of its checkpoint folders. --chat formats messages with the tokenizer's chat
+template, as in the run's training data, and prints only the answers. Without a message it reads one a line
+from the terminal; Ctrl-D ends. Ranks of torchrun hold the model together, in any layout.
 """
 import argparse
 import json
@@ -32,12 +32,12 @@ from runtime.script_job import add_layout_options, check_layout_options, script_
 
 FROM_TERMINAL = "-"
 NEW_TOKENS, NEW_TOKENS_OF_ANSWER = 100, 500
-OF_THE_FORMAT = ""  # an unknown part of a prompt that is in none of its texts
-MOST_NAMED = 5  # unknown parts
+OF_THE_FORMAT = ""  # an unknown part of a prompt that comes from its format, not its texts
+MOST_NAMED = 5  # unknown parts that are listed
 
 
 class Sample(NamedTuple):
-    """New ids, and how long they took."""
+    """New ids, and the time they took."""
     ids: list[int]
     seconds: float
 
@@ -77,7 +77,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raises ConfigError if an option is out of range."""
+    """Raise ConfigError if an option is out of range."""
     in_range = {
         "max-new-tokens": args.max_new_tokens is None or args.max_new_tokens > 0,
         "temperature": args.temperature >= 0,
@@ -91,7 +91,7 @@ def check_ranges(args: argparse.Namespace) -> None:
 
 
 def check_together(args: argparse.Namespace) -> None:
-    """Raises ConfigError for an option that does nothing beside the others."""
+    """Raise ConfigError for an option that has no effect with the others."""
     if args.chat:
         alone = {"prompt": args.prompt is not None, "special": args.special, "samples": args.samples > 1}
         reason = "does not go with --chat, whose messages are text"
@@ -126,10 +126,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-# ---- a text ------------------------------------------------------------------------------------------------
+# ---- completing a text -------------------------------------------------------------------------------------
 
 def continue_text(run: TrainedModel, args: argparse.Namespace) -> None:
-    """Prints samples of a text that begins with --prompt."""
+    """Print samples that continue --prompt."""
     text = args.prompt or ""
     prompt = run.prompts.prompt(text, args.special)
     note_unknown(run, prompt, "--prompt", texts=[text])
@@ -149,10 +149,10 @@ def continue_text(run: TrainedModel, args: argparse.Namespace) -> None:
             print(written if args.samples == 1 else f"--- sample {number}\n{written}")
 
 
-# ---- a chat ------------------------------------------------------------------------------------------------
+# ---- chatting ----------------------------------------------------------------------------------------------
 
 def chat(run: TrainedModel, args: argparse.Namespace) -> None:
-    """Prints the answers to the messages of --chat."""
+    """Print the answers to the messages of --chat."""
     prompts = run.prompts
     messages: list[Message] = [] if args.system is None else [{"role": SYSTEM, "content": args.system}]
     noted: set[str] = set()
@@ -183,9 +183,9 @@ def chat(run: TrainedModel, args: argparse.Namespace) -> None:
 
 
 def questions(words: Iterable[str], run: TrainedModel) -> Iterator[str]:
-    """The messages of the user; FROM_TERMINAL: the lines of the terminal, up to its end.
+    """Yield the messages of the user, or with FROM_TERMINAL the lines of the terminal.
 
-    Of several ranks, the first reads them, and the others hear of them, however long that takes.
+    With several ranks, the first reads and broadcasts them, however long that takes.
     """
     for word in words:
         if word != FROM_TERMINAL:
@@ -200,7 +200,7 @@ def questions(words: Iterable[str], run: TrainedModel) -> Iterator[str]:
 
 
 def read_line() -> str:
-    """The next line of the terminal; "" at its end."""
+    """Return the next line of the terminal, or "" at its end."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline()
@@ -217,10 +217,10 @@ def take_sample(
     seed: int,
     stop_text: str | None = None,
 ) -> Sample:
-    """One sample after the ids of a prompt. stops, stop_text: end it, the text once it is written.
+    """Sample a continuation of a prompt's ids, up to one of the ids `stops` or until it contains stop_text.
 
-    Says what goes beyond the model's context. Raises ConfigError for a prompt that is longer than a model
-    with learned positions can read.
+    Warns if it exceeds the model's context. Raises ConfigError for a prompt that is too long for learned
+    positions.
     """
     started = time.perf_counter()
     model = run.cfg.model
@@ -257,7 +257,7 @@ def take_sample(
 
 
 def print_json(text: str, prompt: list[int], sample: Sample) -> None:
-    """Prints the object of --json."""
+    """Print the JSON object of --json."""
     print(json.dumps({
         "text": text,
         "prompt_tokens": len(prompt),
@@ -269,12 +269,12 @@ def print_json(text: str, prompt: list[int], sample: Sample) -> None:
 def note_unknown(
     run: TrainedModel, prompt: list[int], option: str, *, texts: list[str], noted: Collection[str] = ()
 ) -> set[str]:
-    """Says how much of a prompt the model cannot read, if that has not been said.
+    """Report how much of a prompt the model cannot read, unless already reported.
 
-    texts: of which the prompt was made. noted: the parts that were unknown before. Returns all of them.
+    `texts` are those of the prompt. `noted` are the parts reported before. Returns all unknown parts.
     """
     count = run.prompts.count_unknown(prompt)
-    unknown = {part: None for text in texts for part in run.prompts.unknown_texts(text)}  # in their order
+    unknown = {part: None for text in texts for part in run.prompts.unknown_texts(text)}  # an ordered set
     new = [part for part in unknown or [OF_THE_FORMAT] if count and part not in noted]
     if new:
         named = ", ".join(map(repr, filter(None, new[:MOST_NAMED])))
@@ -284,7 +284,7 @@ def note_unknown(
 
 
 def note(run: TrainedModel, text: str) -> None:
-    """Prints a line that does not belong to the text."""
+    """Print a line that is not part of the text."""
     if run.is_first_rank:
         print(f"note: {text}", file=sys.stderr)
 

@@ -1,35 +1,36 @@
-"""Starts the ranks of train.py on this node, and ends as they end.
+"""Launches the ranks of train.py on this node, and exits as they do.
 
     python -m scripts.launch --nproc 8 -- NAME [--section.field VALUE ...]
     python -m scripts.launch --nproc 8 --nnodes 2 --node-rank 0 --rdzv node0:29500 -- NAME ...
     python -m scripts.launch --nproc 4:8 -- NAME ...
 
-It does what torchrun does for this program, and shows what the ranks say and nothing else:
-- A mistake in the config is one line, before a rank is started.
-- The exit code is that of the ranks (docs/training.md has them), where torchrun makes 1 of each.
+It replaces torchrun for this program, and prints the output of the ranks and nothing else:
+- A mistake in the config is reported in one line, before any rank starts.
+- The exit code is that of the ranks (docs/training.md lists them), where torchrun always returns 1.
 - SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which save and end with code 75. Under
   `nohup` SIGHUP stays ignored. A second Ctrl-C kills them.
-- Ranks that have not ended 30 s after the first failure are killed. All of them die with this process.
+- Ranks still running 30 s after the first failure are killed. All of them die with this process.
 
-With --nproc MIN:MAX the job is elastic: after the loss of a rank it starts again by itself, from the newest
-checkpoint, with the ranks that are left.
-- A rank is lost that a signal has ended (SIGKILL, a crash, the kernel for want of memory), or that hung and
-  was killed for it. Its place, a GPU, is left out as long as MIN ranks remain. After a hang that nobody was
-  killed for, and where replicas differ, all places start again.
-- A rank that finds before the first step that its device computes wrongly (code 80) is left out for good.
-- The layout follows the number of ranks (parallel.elastic, which MIN:MAX sets): MAX or as many as it can use.
-- Places that were left out are used again after --regrow minutes: the job saves and stops for it. Without
-  --regrow they stay out until this command is given again.
-- Processes wait with their imports done, as many as ranks, or --spares of them: the next start is sooner.
-- Three restarts in a row that bring no newer checkpoint end the job, with the last exit code.
+With --nproc MIN:MAX the job is elastic: after losing a rank it restarts by itself, from the newest
+checkpoint, with the remaining ranks.
+- A rank is lost if a signal ended it (SIGKILL, a crash, the OOM killer), or if it hung and was killed for it.
+  Its place, a GPU, is left out as long as MIN ranks remain. After a hang without a culprit, and if replicas
+  differ, all places restart.
+- A rank that finds before the first step that its device computes wrongly (code 80) is excluded permanently.
+- The layout follows the number of ranks (parallel.elastic, which MIN:MAX sets): up to MAX, as many as it can
+  use.
+- Places that were left out return after --regrow minutes: the job saves and stops for it. Without --regrow
+  they stay out until the job is launched again.
+- Spare processes wait with their imports done, as many as ranks, or --spares of them, for a faster restart.
+- Three restarts in a row without a newer checkpoint end the job, with the last exit code.
 
-With parallel.elastic alone, and over several nodes, a start takes as many ranks as the layout can use.
+With parallel.elastic alone, and on several nodes, a job uses as many ranks as the layout can.
 
 The ranks of one node meet at 127.0.0.1, at a free port. Those of several nodes meet at --rdzv, a host and
-port of node 0, and each node has its --node-rank. Whoever reaches that port can disturb the job, as with
-torchrun: it belongs into a network of your own. What ranks tell each other about failures there is sealed
-with BEVATRON_STORE_SECRET, so that nobody else can say how the job ended: any word, the same on all nodes.
-On one node the launcher makes it up.
+port of node 0, and each node needs its --node-rank. Anyone who can reach that port can disturb the job, as
+with torchrun, so use a private network. Messages about failures between ranks are signed with
+BEVATRON_STORE_SECRET, so that nobody else can report how the job ended: any word, the same on all nodes. On
+one node the launcher generates it.
 """
 import argparse
 import contextlib
@@ -56,14 +57,14 @@ from runtime.relay import SignalRelay
 from runtime.spares import Spares
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
-FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
-LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
+FAILURE_SECONDS = 30.0  # from the first failure until the remaining ranks are killed
+LINGER_SECONDS = 30.0  # how long node 0 keeps the store for other nodes after its own ranks ended
 POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class RankSpan:
-    """The value of --nproc. least: None for exactly `most`, and no restart."""
+    """The value of --nproc. `least` is None for exactly `most` ranks without restarts."""
 
     most: int
     least: int | None = None
@@ -71,24 +72,24 @@ class RankSpan:
 
 @dataclass(frozen=True)
 class Node:
-    """The part of a job that this process starts. host, port: where all ranks meet."""
+    """The part of a job that this process launches. host, port: the rendezvous of all ranks."""
 
     nproc: int
     nnodes: int
     node_rank: int
     host: str
     port: int
-    secret: str = ""  # of the words in the store; "": that of the environment, if there is one
+    secret: str = ""  # signs messages in the store; "": use that of the environment, if any
     world: int | None = None  # ranks of the job, or None for nproc on each node
     places: tuple[int, ...] = ()  # the GPU of each rank of this node; (): the first ones
-    restart: int = 0  # how often this process has started the job again
+    restart: int = 0  # how often this process has restarted the job
 
     @property
     def world_size(self) -> int:
         return self.nnodes * self.nproc if self.world is None else self.world
 
     def ranks(self) -> range:
-        """Those of this node, which has none if the nodes before it have all that are used."""
+        """Return the ranks of this node, none if the nodes before it have all that are used."""
         first = self.node_rank * self.nproc
         return range(first, max(first, min(first + self.nproc, self.world_size)))
 
@@ -96,12 +97,12 @@ class Node:
         return -(-self.world_size // self.nproc)
 
     def place(self, rank: int) -> int:
-        """The GPU of a rank of this node."""
+        """Return the GPU of a rank of this node."""
         local_rank = rank - self.node_rank * self.nproc
         return self.places[local_rank] if self.places else local_rank
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """Of a rank: that of this process, with torchrun's variables, which runtime/setup.py reads."""
+        """Return a rank's environment: this process's plus torchrun's variables (see runtime/setup.py)."""
         found = dict(os.environ)
         found.update(
             RANK=str(self.node_rank * self.nproc + local_rank),
@@ -119,12 +120,12 @@ class Node:
         if self.secret:
             found.setdefault("BEVATRON_STORE_SECRET", self.secret)
         if self.nnodes == 1 and os.path.exists("/sys/class/net/lo"):
-            found.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's sockets are not open to the network either
+            found.setdefault("GLOO_SOCKET_IFNAME", "lo")  # keep gloo's sockets off the network
         return found
 
 
 def visible_devices(places: tuple[int, ...], given: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of ranks in these places. given: that of this process, whose GPUs are counted."""
+    """Return CUDA_VISIBLE_DEVICES for ranks in these places, which index this process's own (`given`)."""
     if given is None:
         return ",".join(map(str, places))
     names = given.split(",")
@@ -133,9 +134,12 @@ def visible_devices(places: tuple[int, ...], given: str | None) -> str:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended. code: as subprocess has it, minus the signal that ended it. killed: by the launcher,
-    because it did not end after another's failure. stopped: by a signal that was passed on to it, before it
-    could catch one; so it had nothing to save yet."""
+    """How a rank ended.
+
+    code: as in subprocess, negative for a signal.
+    killed: by the launcher, because it did not exit after another rank's failure.
+    stopped: by a forwarded signal, before it could catch one, and so with nothing to save yet.
+    """
 
     rank: int
     code: int
@@ -144,15 +148,18 @@ class RankEnd:
 
     @property
     def is_lost(self) -> bool:
-        """Whether something ended the rank that was not asked to."""
+        """Whether anything but a requested stop or kill ended the rank."""
         return self.code < 0 and not self.killed and not self.stopped
 
 
 @dataclass
 class StartWatch:
-    """The ways from here to the ranks of one start. relay: the signals to this process. spares: processes
-    that become ranks sooner than new ones, if any. stop_after: seconds until the ranks are asked to save and
-    stop, for a larger start; without it they never are. was_stopped: whether they were."""
+    """How this process controls the ranks of one start.
+
+    relay: forwards signals to them. spares: processes that become ranks faster than new ones, if any.
+    stop_after: seconds until the ranks are asked to save and stop, to restart with more ranks; or never.
+    was_stopped: whether they were asked.
+    """
 
     relay: SignalRelay
     spares: Spares | None = None
@@ -160,13 +167,13 @@ class StartWatch:
     was_stopped: bool = False
 
 
-# ---- where the ranks meet ----------------------------------------------------------------------------------
+# ---- rendezvous --------------------------------------------------------------------------------------------
 
 
 def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
-    """This node, and on node 0 the socket of the store, which listens already: ranks may start before it.
+    """Return this node, and on node 0 the listening socket of the store, since other ranks may start first.
 
-    Raises ConfigError if --rdzv is missing, or is not an address that can be listened at.
+    Raises ConfigError if --rdzv is missing, or is not an address to listen on.
     """
     nproc = options.nproc.most
     if options.nnodes == 1:
@@ -206,7 +213,7 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
 
 
 def create_listener(host: str, port: int) -> socket.socket:
-    """Listens at an address; behind a name at all addresses of this host, since names may mean loopback."""
+    """Listen on an address, or for a name on all addresses of this host: names may resolve to loopback."""
     for family in (socket.AF_INET, socket.AF_INET6):
         if is_address(family, host):
             return socket.create_server((host, port), family=family, backlog=4096)
@@ -216,7 +223,7 @@ def create_listener(host: str, port: int) -> socket.socket:
 
 
 def is_address(family: socket.AddressFamily, text: str) -> bool:
-    """Whether the text is an address in numbers, not a name."""
+    """Return whether the text is a numeric address, not a name."""
     try:
         socket.inet_pton(family, text)
     except OSError:
@@ -228,9 +235,9 @@ def is_address(family: socket.AddressFamily, text: str) -> bool:
 
 
 def check_words(argv: list[str]) -> Config | None:
-    """The config that the words of train.py mean. Raises ConfigError for a mistake in them.
+    """Return the config of train.py's arguments. Raises ConfigError for a mistake in them.
 
-    None for a branch, which is left to the ranks: the settings that it goes on with are in a checkpoint.
+    Returns None for a branch, which only the ranks can check: its settings are in a checkpoint.
     """
     name, file, overrides = split_argv(argv)
     if dotted_overrides(overrides).get("checkpoint.branch") in (None, "none"):
@@ -241,7 +248,7 @@ def check_words(argv: list[str]) -> Config | None:
 def run_ranks(
     node: Node, listener: socket.socket | None, command: list[str], watch: StartWatch
 ) -> list[RankEnd]:
-    """Runs the command as every rank of this node. Returns how they ended, in that order."""
+    """Run the command as every rank of this node. Returns how they ended, in order of ending."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for local_rank, rank in enumerate(node.ranks()):
@@ -259,32 +266,32 @@ def run_ranks(
 def start_rank(
     command: list[str], environment: dict[str, str], spares: Spares | None
 ) -> subprocess.Popen[bytes]:
-    """A process that runs the command: a spare where one waits, else a new one."""
+    """Launch a process that runs the command, using a spare if one is waiting."""
     if spares is not None:
         changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
-        process = spares.take(command[2:], changed)  # behind python and train.py
+        process = spares.take(command[2:], changed)  # skips python and train.py
         if process is not None:
             return process
     return subprocess.Popen(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C comes once, from here
+        start_new_session=True,  # Ctrl-C reaches it once, from here
         preexec_fn=dying_with(os.getpid()),
     )
 
 
 def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWatch) -> list[RankEnd]:
-    """Waits until all have ended. After a failure they end by themselves, or are killed."""
+    """Wait until all have ended. After a failure they exit by themselves, or are killed."""
     relay = watch.relay
     ends: list[RankEnd] = []
     killed: set[int] = set()
     deadline: float | None = None
-    has_answered = False  # a Ctrl-C
+    has_answered = False  # to a Ctrl-C
     are_training = False
     started = time.monotonic()
     while len(ends) < len(processes):
-        # who has ended, and what follows for the others
+        # collect the ended ranks
         ended = {end.rank for end in ends}
         for rank, process in processes.items():
             code = process.poll()
@@ -294,7 +301,7 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
             if code not in (FINISHED, STOPPED_EARLY) and deadline is None:
                 deadline = time.monotonic() + FAILURE_SECONDS
 
-        # those that have had their time, or that a person does not want to wait for
+        # kill ranks after their time limit or a second Ctrl-C
         if relay.interrupted_at is not None and not has_answered:
             has_answered = True
             print_error("launch: SIGINT: the ranks save and end; a second Ctrl-C kills them")
@@ -304,37 +311,37 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
             kill(processes)
             deadline = None
 
-        # spares for the next start, when this one needs no core for its imports any more
+        # start spares once this start no longer needs the cores for its imports
         if watch.spares is not None and deadline is None and not ends:
             are_training = are_training or all(map(can_stop, processes.values()))
             if are_training:
                 watch.spares.tend()
 
-        # a larger start
+        # stop for a restart with more ranks
         is_time_over = watch.stop_after is not None and now > started + watch.stop_after
         if is_time_over and not watch.was_stopped and not ends and all(map(can_stop, processes.values())):
             watch.was_stopped = True
             for process in processes.values():
-                process.send_signal(signal.SIGUSR1)  # they save at the same step, and end
+                process.send_signal(signal.SIGUSR1)  # they save at the same step and exit
         time.sleep(POLL_SECONDS)
     return ends
 
 
 def is_stop(code: int, relay: SignalRelay) -> bool:
-    """Whether a rank ended at a signal from here that it did not catch yet. Of SIGINT Python may make 130."""
+    """Return whether a forwarded signal ended a rank that did not catch it yet. SIGINT may appear as 130."""
     return -code in relay.received or (code == INTERRUPTED and signal.SIGINT in relay.received)
 
 
 def can_stop(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a rank has come so far that it saves and stops at a SIGUSR1, which would end it before.
+    """Return whether a rank already handles SIGUSR1 by saving and stopping; before, the signal would kill it.
 
-    Where there is no /proc, nobody can tell: it is asked.
+    Without /proc this is unknown, and assumed.
     """
     return catches(process.pid, signal.SIGUSR1) is not False
 
 
 def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Kills the ranks that still run, with the processes that they have started."""
+    """Kill the ranks that still run, with their child processes."""
     for process in processes.values():
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -343,7 +350,7 @@ def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
 
 
 def linger(node: Node, store: Any, relay: SignalRelay) -> None:
-    """Node 0 keeps the store until the other nodes have told it there that their ranks ended too."""
+    """Keep the store of node 0 alive until the other nodes have reported there that their ranks ended."""
     num_nodes = node.nodes_with_ranks()
     if num_nodes == 1 or not node.ranks():
         return
@@ -359,13 +366,13 @@ def linger(node: Node, store: Any, relay: SignalRelay) -> None:
             time.sleep(POLL_SECONDS)
 
 
-# ---- the end -----------------------------------------------------------------------------------------------
+# ---- exit codes --------------------------------------------------------------------------------------------
 
 
 def exit_code(ends: list[RankEnd]) -> int:
-    """Of the job: of the first rank that failed and could say why; else 128 + the signal that ended one.
+    """Return the job's exit code: that of the first rank with a failure code, else 128 + a rank's signal.
 
-    75 where ranks were stopped before they could save; the others may have lost the connection to them then.
+    75 if ranks were stopped before they could save; the others may have lost the connection to them.
     """
     was_stopped = any(end.stopped for end in ends)
     consequences = (FINISHED, STOPPED_EARLY, 1) if was_stopped else (FINISHED, STOPPED_EARLY)
@@ -400,7 +407,7 @@ def closing_line(ends: list[RankEnd], seconds: float, code: int) -> str:
 
 
 def elastic_config(words: list[str]) -> tuple[Config, Path]:
-    """The config of an elastic job, and its run folder, as the ranks will find them. Raises ConfigError."""
+    """Return an elastic job's config and run folder, as the ranks will resolve them. Raises ConfigError."""
     from checkpoint import branch
     from config.reading.run_name import with_own_folder
 
@@ -415,7 +422,7 @@ def elastic_config(words: list[str]) -> tuple[Config, Path]:
 
 
 def steps_done(cfg: Config) -> int:
-    """The steps of the run, for those of its phases that are past. Raises ConfigError."""
+    """Return the steps done so far, for a run with phases, else 0. Raises ConfigError."""
     if cfg.train.phases is None:
         return 0
     from checkpoint import progress
@@ -424,7 +431,7 @@ def steps_done(cfg: Config) -> int:
 
 
 def usable_ranks(cfg: Config, least: int, most: int) -> int:
-    """How many of so many ranks the job can use. Raises ConfigError, with numbers that would do, for none."""
+    """Return how many ranks, from least to most, the job can use. Raises ConfigError if none, naming some."""
     from plan import elastic
 
     done = steps_done(cfg)
@@ -438,9 +445,9 @@ def usable_ranks(cfg: Config, least: int, most: int) -> int:
 def choose_places(
     cfg: Config, span: RankSpan, left_out: set[int], wrong: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """The places of the next start: without those left out, as long as enough remain; else with them again.
+    """Return the places of the next start, without those left out as long as enough remain.
 
-    wrong: those whose devices compute wrongly, which are never used again. Raises ConfigError if no number of
+    Places in `wrong`, whose devices compute wrongly, are never used again. Raises ConfigError if no number of
     ranks in the span has a layout, or too few places are sound.
     """
     least = span.least or span.most
@@ -456,12 +463,12 @@ def choose_places(
 
 
 def may_restart(ends: list[RankEnd], reason: restarts.ExitReason | None) -> bool:
-    """Whether the job has lost a rank, so that another start may succeed. reason: what its ranks left."""
+    """Return whether the job lost a rank and may succeed if restarted. `reason` was left by its ranks."""
     is_lost = any(end.is_lost for end in ends)
     code = exit_code(ends)
     if code in restarts.LOST:
         return is_lost if reason is None else reason.requeue
-    return is_lost and code > 128  # none could say why
+    return is_lost and code > 128  # no rank reported a cause
 
 
 def run_elastic(
@@ -471,8 +478,8 @@ def run_elastic(
     relay: SignalRelay,
     spares: Spares,
 ) -> int:
-    """Starts the job, and again after the loss of a rank. Returns the exit code of the last start; 75 where a
-    signal has come instead of the next one.
+    """Run the job, restarting it when it loses a rank. Returns the exit code of the last start, or 75 if a
+    signal arrived instead of the next one.
 
     Raises ConfigError before the first start.
     """
@@ -480,7 +487,7 @@ def run_elastic(
 
     cfg, run = elastic_config(words)
     span = options.nproc
-    left_out: set[int] = set()  # places of ranks that were lost
+    left_out: set[int] = set()  # places of lost ranks
     wrong: set[int] = set()  # places whose devices compute wrongly
     places = choose_places(cfg, span, left_out)
     progress = restarts.RestartCount(restarts.progress(run))
@@ -503,14 +510,14 @@ def run_elastic(
         code = INTERRUPTED if relay.is_impatient else exit_code(ends)
         print_error(closing_line(ends, time.monotonic() - started, code))
 
-        # whether another one follows
+        # decide whether to restart
         reason = restarts.read_reason(run)
         if relay.is_impatient or any(end.stopped for end in ends):
             if code in (STOPPED_EARLY, INTERRUPTED):
                 leave_reason(run, code, f"{relay.first_name()} received before the ranks could save")
             return code
         was_asked = watch.was_stopped and not relay.received and code == STOPPED_EARLY
-        if was_asked and (reason is None or reason.requeue):  # a person's STOP came first otherwise
+        if was_asked and (reason is None or reason.requeue):  # otherwise the user's STOP came first
             left_out.clear()
         elif not may_restart(ends, reason):
             return code
@@ -523,7 +530,7 @@ def run_elastic(
             )
             return code
 
-        # with which ranks
+        # choose the ranks of the next start
         left_out |= {node.place(end.rank) for end in ends if end.is_lost}
         wrong |= {node.place(rank) for rank in restarts.ranks_with_wrong_devices(run)}
         before = places
@@ -542,16 +549,16 @@ def run_elastic(
 
 
 def can_grow(cfg: Config, span: RankSpan, num_ranks: int, wrong: set[int]) -> bool:
-    """Whether more ranks than these start where no place but the wrong ones is left out."""
+    """Return whether more ranks than these start once the left-out places are used again."""
     with contextlib.suppress(ConfigError):
         return len(choose_places(cfg, span, set(), wrong)) > num_ranks
     return False
 
 
 def leave_reason(run: Path, code: int, text: str) -> None:
-    """Writes exit_reason.json in place of ranks that could not, or had failed before the job was stopped.
+    """Write exit_reason.json for ranks that could not, or that had failed before the job was stopped.
 
-    Another start is wanted, unless a person killed the ranks.
+    It asks for a requeue unless the user killed the ranks.
     """
     from runtime import setup
 
@@ -561,7 +568,7 @@ def leave_reason(run: Path, code: int, text: str) -> None:
 def restart_line(restart: int, kept: restarts.Kept, change: str) -> str:
     """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2)
 
-    What is in memory counts if a part of each rank is left there, which the ranks find out.
+    Checkpoints in memory count if a part of each rank is left, which only the ranks can verify.
     """
     where = "the beginning" if kept.on_disk == restarts.FIRST_STEP else f"step {kept.on_disk:,}"
     if kept.newest > kept.on_disk:
@@ -588,7 +595,7 @@ def used_line(used: int, most: int) -> str:
 
 
 def stop_without_ranks(relay: SignalRelay, has_run: bool = False) -> int:
-    """Ends a job at a signal that came while no rank ran: there is nothing to save. Returns the exit code."""
+    """Return the exit code of a job stopped by a signal while no rank ran, so there is nothing to save."""
     which, effect = ("next", "goes on") if has_run else ("first", "starts it")
     print_error(
         f"launch: {relay.first_name()} before the {which} start: the job ends with code {STOPPED_EARLY}; "
@@ -607,7 +614,7 @@ def positive(text: str) -> int:
 
 
 def parse_span(text: str) -> RankSpan:
-    """8, or 4:8."""
+    """Parse 8, or 4:8."""
     least, colon, most = text.rpartition(":")
     span = RankSpan(positive(most), positive(least) if colon else None)
     if span.least is not None and span.least > span.most:
@@ -655,7 +662,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options. Raises ConfigError if the words of train.py are not behind --."""
+    """Parse the options. Raises ConfigError if train.py's arguments do not follow --."""
     options, foreign = arguments().parse_known_args(argv)
     if foreign and "." not in foreign[0]:
         arguments().error(f"unrecognized arguments: {' '.join(foreign)}")
@@ -676,7 +683,7 @@ def main(argv: list[str]) -> int:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """The exit code of the ranks. Raises ConfigError before one is started."""
+    """Run the job and return its exit code. Raises ConfigError before any rank starts."""
     command = [sys.executable, str(TRAIN_FILE), *options.words]
     if {"--help", "-h", "--list"} & set(options.words):
         return subprocess.call(command)
@@ -694,9 +701,9 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def run_once(options: argparse.Namespace, cfg: Config | None, command: list[str], relay: SignalRelay) -> int:
-    """Starts the ranks of this node, and returns the exit code. cfg: None if the ranks are to read it.
+    """Launch the ranks of this node and return the exit code. `cfg` is None if only the ranks can resolve it.
 
-    Raises ConfigError before that.
+    Raises ConfigError before the launch.
     """
     node, listener = listen(options)
     if cfg is not None and cfg.parallel.elastic:
@@ -711,13 +718,13 @@ def run_once(options: argparse.Namespace, cfg: Config | None, command: list[str]
         return FINISHED
     ends = run_ranks(node, listener, command, StartWatch(relay))
     code = INTERRUPTED if relay.is_impatient else exit_code(ends)
-    if node.node_rank == 0 or any(end.code < 0 for end in ends):  # once, and where a rank was lost
+    if node.node_rank == 0 or any(end.code < 0 for end in ends):  # once, and on each node that lost a rank
         print_error(closing_line(ends, time.monotonic() - started, code))
     return code
 
 
 def check_elastic_options(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options that do not go with --nproc MIN:MAX, or need it."""
+    """Raise ConfigError for options that conflict with --nproc MIN:MAX, or need it."""
     is_elastic = options.nproc.least is not None
     if is_elastic and options.nnodes > 1:
         raise ConfigError(

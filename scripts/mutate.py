@@ -1,4 +1,4 @@
-"""Whether the proof sees a bug: lab/proof/mutate/command.py."""
+"""Checks whether the proof catches bugs: lab/proof/mutate/command.py."""
 import sys
 
 from lab.proof.mutate.command import main

@@ -3,36 +3,36 @@
     python -m scripts.plan NAME --gpus 1024 --cluster h100-ib [--top 10] [--section.key VALUE ...]
     python -m scripts.plan NAME --gpus 4:8 --cluster h100-ib [--section.key VALUE ...]
 
-Searches tp, cp, pp, ep, ZeRO, replicas, schedules, stages on a rank, micro-batch and recompute for the
-layouts with the shortest step among those that fit into memory. What the command line sets (--parallel.tp 8)
-is not searched. Layouts within 2 % of each other stand together above a rule, the simplest of them first.
+Searches tp, cp, pp, ep, ZeRO, replicas, schedules, virtual stages, micro-batch and recompute for the layouts
+with the shortest step among those that fit into memory. Keys set on the command line (--parallel.tp 8) are
+not searched. Layouts within 2 % of each other are grouped above a rule, the simplest of them first.
 
-With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures, what they cost and how often
-to save; with --price dollars, and with --law the loss, by a law that is fitted to your own runs. What is
-assumed stands beside what follows from it, and in brackets what the range of the step makes of a number.
+With --tokens: the whole run of the best layout: days, GPU-hours, MWh, failures, their cost and how often to
+save; with --price dollars, and with --law the loss, by a law fitted to your own runs. Assumptions are printed
+next to what follows from them, with the effect of the step time's range in brackets.
 
 Without --gpus: with --tokens and --days the fewest GPUs on which the run takes at most D days, and with
---tokens, --budget and --price those on which it ends soonest for at most USD. Tried are 1, 2, 4 and so on
+--tokens, --budget and --price those on which it ends soonest for at most USD. It tries 1, 2, 4 and so on
 below a node, and 1, 2, 3, 4, 6, 8, 12 and so on whole nodes, up to --most-gpus; stderr says which are priced.
-With --gpus and one of these limits, but without --tokens: the most tokens that have room. A limit is kept by
-the forecast itself, and not by the whole of its range.
+With --gpus and one of these limits, but without --tokens: the most tokens within the limit. The forecast
+itself must keep the limit, not the whole of its range.
 
-Several recipes, as llama3-8b,qwen3-4b, are compared by the tokens that a limit gives each on --gpus N.
+Several recipes, as llama3-8b,qwen3-4b, are compared by the tokens that a limit allows each on --gpus N.
 
-With --what-if links=0.5, slow-rank=1.2 or jitter=0.05: the step of the best layout then, and whether another
-would be the best.
+With --what-if links=0.5, slow-rank=1.2 or jitter=0.05: the step of the best layout under this change, and
+whether another would be faster then.
 
-With --sbatch FILE: a batch file of SLURM that runs the best layout (scripts/slurm/train.sbatch).
+With --sbatch FILE: a SLURM batch file that runs the best layout (scripts/slurm/train.sbatch).
 
-With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
-GPUs, or that it has none there, as where the fullest rank of fewer GPUs would hold more than one has.
+With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) uses on each number of
+GPUs, or that it has none there, for example because the fullest of fewer GPUs would run out of memory.
 
-With --measured RUN: a run of train.py on such GPUs sets the proportion of all times.
+With --measured RUN: a run of train.py on such GPUs rescales all times.
 
-Bytes are those that our code exchanges (plan/bytes.py: exact) and holds (plan/memory.py: within some
-percent, which layouts leave free where one can). Times come from a model of the chip and its links
-(plan/cost.py), which is fitted to published measurements: --published shows forecasts beside measurements,
-both those of the fit and others.
+Bytes are those that our code exchanges (plan/bytes.py: exact) and holds (plan/memory.py: within some percent,
+which layouts leave free where possible). Times come from a model of the chip and its links (plan/cost.py)
+fitted to published measurements: --published shows forecasts next to measurements, both those of the fit and
+others.
 """
 import argparse
 import functools
@@ -77,13 +77,13 @@ from plan.laws import CHINCHILLA, fit_law
 from plan.points import check_enough, read_points
 
 GIB = 2**30
-MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed
+MIN_SHOWN_SHARE = 0.005  # of a step: shorter exposed communication is not listed
 TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, which are right-aligned
-SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # what a layout or a run still gives
-ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
+SEARCHED = ("parallel.", "train.micro_batch", "data.", "eval.", "log.")  # a layout or a run sets these
+ELASTIC_TEXT = ("layout", "why")  # the same for --gpus MIN:MAX
 LABEL_WIDTH = 9  # columns
 
-BOOTSTRAPS = 200  # fits of the law to runs drawn again, for the interval of a loss
+BOOTSTRAPS = 200  # fits of the law to resampled runs, for the interval of a loss
 RECIPES_FIRST_TO_GO = ("layout", "MFU", "step s")
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 
@@ -112,8 +112,11 @@ def arguments() -> argparse.ArgumentParser:
 
 
 class AskedJob(NamedTuple):
-    """A job to plan. note: about its phase, or "". numbers: of GPUs that come into question; they rise.
-    fixed: what is not searched. question: about the whole run; None without one."""
+    """A job to plan.
+
+    note: about its phase, or "". numbers: candidate numbers of GPUs, ascending.
+    fixed: keys that are not searched. question: about the whole run, if there is one.
+    """
 
     name: str
     cfg: Config
@@ -129,7 +132,7 @@ def main(argv: list[str]) -> int:
         print_published(args.fit)
         return 0
 
-    # what is asked
+    # the question
     check_arguments(args)
     what_ifs = {text: parse_what_if(text) for text in args.what_if}
     if args.gpus is not None and args.gpus[0] < args.gpus[1]:
@@ -144,7 +147,7 @@ def main(argv: list[str]) -> int:
         return print_recipes(args, jobs, hardware, rates)
     (job,) = jobs
 
-    # the layouts, on the number of GPUs that is given or found
+    # the layouts, on the given or best number of GPUs
     started = time.perf_counter()
     search_on = searcher(job, hardware, rates, args.top)
     gpus, choice = job.numbers[0], None
@@ -164,7 +167,7 @@ def main(argv: list[str]) -> int:
     if not result.found:
         raise ConfigError(f"--gpus: {no_layout_text(job.cfg, target, job.fixed, result, job.name)}")
 
-    # as numbers
+    # as JSON
     reports = reports_of(result.found, args.top, gpus, hardware)
     best = near_groups(result.found)[0][0]
     lines_of_run: dict[str, str] = {}
@@ -210,7 +213,7 @@ def main(argv: list[str]) -> int:
 def print_reports(
     reports: list[dict], lines_of_run: dict[str, str], step_range: StepRange | None, width: int | None
 ) -> None:
-    """The table, and what is said of its best layout, in blocks with a blank line before each."""
+    """Print the table and the text on its best layout, in blocks separated by blank lines."""
     best = reports[0]
     print("\n".join(table(reports, width)))
     if reports[1:]:
@@ -227,8 +230,9 @@ def print_reports(
 
 
 def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Cluster, rates: CostRates) -> int:
-    """Prints what the limit buys each of several recipes: by the loss where a law is given, else the largest
-    first. Returns 2 if none has a layout."""
+    """Print what the limit buys for each of several recipes, by loss if a law is given, else largest first.
+    Returns 2 if none has a layout.
+    """
     reports: list[dict] = []
     for job in jobs:
         result, _ = searcher(job, hardware, rates, args.top)(job.numbers[0])
@@ -257,7 +261,7 @@ def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Clus
 
 
 def recipe_row(numbers: dict) -> dict[str, str]:
-    """{column: its text} of one recipe."""
+    """Return {column: text} for one recipe."""
     run = numbers["run"]
     row = {
         "recipe": numbers["name"],
@@ -275,7 +279,7 @@ def recipe_row(numbers: dict) -> dict[str, str]:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises ConfigError if they are too few, contradict each other, or are out of range."""
+    """Raise ConfigError if arguments are missing, contradict each other, or are out of range."""
     is_open = run_report.is_asked(args) or args.most_gpus is not None
     if not args.name or not args.cluster or (args.gpus is None and not is_open):
         raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
@@ -305,8 +309,9 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def reports_of(found: list[Found], top: int, gpus: int, hardware: Cluster) -> list[dict]:
-    """The report of each layout that is shown, by groups of near ties; beside it, how it differs from the
-    first."""
+    """Return the reports of the layouts to show, in groups of near ties, with their differences from the
+    first.
+    """
     groups = near_groups(found)
     first = groups[0][0]
     reports: list[dict] = []
@@ -321,12 +326,12 @@ def reports_of(found: list[Found], top: int, gpus: int, hardware: Cluster) -> li
 
 
 def labelled(what: str, text: str, width: int | None) -> list[str]:
-    """The text beside its label, in lines of at most `width` columns."""
+    """Return the labelled text, in lines of at most `width` columns."""
     return hanging_lines(f"{what:<{LABEL_WIDTH}}", text, width)
 
 
 def write_batch(args: argparse.Namespace, hardware: Cluster, best: dict, words: str) -> dict:
-    """Writes the file of --sbatch; returns what --json has of it. best: the report of the layout."""
+    """Write the file of --sbatch and return its entry for --json. `best` is the report of the layout."""
     shape = batch_file.node_shape(best["gpus"], hardware.node)
     title = (f"{args.name} on {gpu_count(best['gpus'])} of {args.cluster}: {best['layout']}, "
              f"forecast to take {best['step_s']:.3f} s a step (scripts.plan).")
@@ -336,8 +341,9 @@ def write_batch(args: argparse.Namespace, hardware: Cluster, best: dict, words: 
 
 
 def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, object], best: Found) -> dict:
-    """The step of the best layout under the question, and the layout that is the best then: another one only
-    where it is faster by more than forecasts can tell."""
+    """Return the step of the best layout under the question, and the best layout then, which is another one
+    only if it is faster by more than the error of forecasts.
+    """
     changed = replace(target, cluster=cluster_under(target.cluster, question), what_if=question)
     stays = price(best.cfg, changed, SearchResult())
     assert stays is not None  # its bytes are the same
@@ -354,7 +360,7 @@ def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, objec
 
 
 def what_if_lines(best: dict, width: int | None) -> list[str]:
-    """A table of the answers, and what each assumes."""
+    """Return a table of the answers with their assumptions."""
     now = best["step_s"]
     rows = [{"what if": "now", "step s": f"{now:.3f}", "longer": "", "best then": best["layout"]}]
     for each in best["what_if"]:
@@ -372,7 +378,7 @@ def what_if_lines(best: dict, width: int | None) -> list[str]:
 
 
 def fitted_law(table: Path) -> run_report.LossLaw:
-    """The law of arXiv 2203.15556, fitted to the runs of a table. Raises ConfigError."""
+    """Return the law of arXiv 2203.15556, fitted to the runs of a table. Raises ConfigError."""
     points = read_points(table)
     check_enough(points)
     fit = fit_law(CHINCHILLA, points, BOOTSTRAPS)
@@ -384,7 +390,7 @@ def fitted_law(table: Path) -> run_report.LossLaw:
 
 
 def settings(given: list[str], of_layout: list[str]) -> str:
-    """The settings of a command line and those of a layout, each key once."""
+    """Return the settings of a command line and of a layout, each key once."""
     words: dict[str, str] = {}
     for argv in (given, of_layout):
         words |= {f"--{path}": value for path, value in dotted_overrides(argv).items()}
@@ -392,7 +398,7 @@ def settings(given: list[str], of_layout: list[str]) -> str:
 
 
 def parse_span(text: str) -> tuple[int, int]:
-    """8 is (8, 8), and 4:8 is (4, 8). Raises ArgumentTypeError."""
+    """Parse 8 to (8, 8), and 4:8 to (4, 8). Raises ArgumentTypeError."""
     least, _, most = text.rpartition(":")
     try:
         return int(least or most), int(most)
@@ -401,7 +407,7 @@ def parse_span(text: str) -> tuple[int, int]:
 
 
 def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
-    """Prints the layout of an elastic job on each number of GPUs. Returns 2 if there is none for any."""
+    """Print the layout of an elastic job for each number of GPUs. Returns 2 if there is none for any."""
     cfg = resolve(args.name, None, [*rest, "--parallel.elastic", "true"])
     unused.check_unused(cfg, args.gpus[1], but=SEARCHED)
     hardware = cluster(args.cluster)
@@ -417,7 +423,7 @@ def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def elastic_report(cfg: Config, world: int, device: elastic.RankDevice) -> dict:
-    """The report of an elastic job on so many GPUs: its layout and bytes, or why it has none."""
+    """Return the report of an elastic job on `world` GPUs: its layout and bytes, or why it has none."""
     try:
         layout = elastic.layout_for(cfg, world, device)
     except ConfigError as error:
@@ -433,7 +439,7 @@ def elastic_report(cfg: Config, world: int, device: elastic.RankDevice) -> dict:
 
 
 def elastic_row(numbers: dict) -> dict[str, str]:
-    """{column: its text} of one number of GPUs."""
+    """Return {column: text} for one number of GPUs."""
     row = {"GPUs": str(numbers["gpus"]), "layout": "none", "GiB": "-", "why": numbers.get("refused", "")}
     if "layout" not in numbers:
         return row
@@ -447,8 +453,8 @@ def elastic_row(numbers: dict) -> dict[str, str]:
 
 
 def print_published(fit: bool) -> None:
-    """Prints forecasts beside published measurements. fit: with constants that are fitted to them now."""
-    from plan import published  # the search needs no scipy.stats
+    """Print forecasts next to published measurements, with `fit` using constants fitted to them now."""
+    from plan import published  # the search itself needs no scipy.stats
 
     rows = published.rows()
     constants = {one: fitted.efficiency for one, fitted in CLASSES.items()}
@@ -474,8 +480,9 @@ def print_published(fit: bool) -> None:
 # ---- the search ------------------------------------------------------------------------------------------
 
 def check_plannable(cfg: Config, hardware: Cluster) -> None:
-    """Raises ConfigError if the vocabulary or the routing is not known, or the cluster has no figures for the
-    dtype."""
+    """Raise ConfigError if the vocabulary or the routing is unknown, or the cluster has no figures for the
+    dtype.
+    """
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: is the tokenizer's, which a plan does not read; set it")
     check_dtype(cfg, hardware)
@@ -483,13 +490,13 @@ def check_plannable(cfg: Config, hardware: Cluster) -> None:
 
 
 def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> list[AskedJob]:
-    """The job of each recipe. Raises ConfigError if one cannot be planned."""
+    """Return the job of each recipe. Raises ConfigError if one cannot be planned."""
     numbers = numbers_to_try(args, hardware)
     law = fitted_law(Path(args.law)) if args.law else None
     jobs: list[AskedJob] = []
     for name in args.name.split(","):
         whole = resolve(name, None, rest)
-        unused.check_unused(whole, numbers[-1], but=SEARCHED)  # as train.py does
+        unused.check_unused(whole, numbers[-1], but=SEARCHED)  # as in train.py
         cfg, note = phase_to_plan(whole)
         check_plannable(cfg, hardware)
         question = None
@@ -503,7 +510,7 @@ def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> 
 def searcher(
     job: AskedJob, hardware: Cluster, rates: CostRates, top: int
 ) -> Callable[[int], tuple[SearchResult, Target]]:
-    """A search for the layouts of a job on a number of GPUs, which is made once for each."""
+    """Return a cached search for the layouts of a job on a number of GPUs."""
 
     @functools.cache
     def search_on(gpus: int) -> tuple[SearchResult, Target]:
@@ -514,7 +521,7 @@ def searcher(
 
 
 def numbers_to_try(args: argparse.Namespace, hardware: Cluster) -> list[int]:
-    """The numbers of GPUs that come into question: that of --gpus, or those among which one is looked for."""
+    """Return the candidate numbers of GPUs: that of --gpus, or those to choose from."""
     if args.gpus is not None:
         return [args.gpus[1]]
     return run_limits.numbers_of_gpus(hardware.node, args.most_gpus or run_report.MOST_GPUS)
@@ -525,7 +532,7 @@ def to_stderr(text: str) -> None:
 
 
 def phase_to_plan(cfg: Config) -> tuple[Config, str]:
-    """Of a run with train.phases: the config of the phase with the longest sequences, and a line about it."""
+    """Return the config of the phase with the longest sequences, and a line about it, for train.phases."""
     longest, phases = longest_phase(cfg), phases_of(cfg).all
     if len(phases) == 1:
         return longest.cfg, ""
@@ -536,7 +543,7 @@ def phase_to_plan(cfg: Config) -> tuple[Config, str]:
 # ---- the report ------------------------------------------------------------------------------------------
 
 def report(layout: Found, world: int, hardware: Cluster) -> dict:
-    """One layout as plain numbers: seconds, bytes, shares of the step; MFU of the bf16 peak, for fp8 too."""
+    """Return a layout in plain numbers: seconds, bytes, shares of the step, MFU of bf16 peak (fp8 too)."""
     forecast, train = layout.forecast, layout.cfg.train
     step = forecast.step
     tokens = train.global_batch * train.seq_len
@@ -565,7 +572,7 @@ def report(layout: Found, world: int, hardware: Cluster) -> dict:
 
 
 def headline(cfg: Config, args: argparse.Namespace, gpus: int) -> str:
-    """The job in one line."""
+    """Return the job in one line."""
     counted, train = parameters(cfg.model), cfg.train
     total = counted["total"] / 1e9
     active = counted["active"] / 1e9
@@ -576,8 +583,9 @@ def headline(cfg: Config, args: argparse.Namespace, gpus: int) -> str:
 
 
 def table(reports: list[dict], width: int | None) -> list[str]:
-    """The reports as lines of aligned columns, with a rule after each group of near ties; where the columns
-    are too wide, a line says which are left out."""
+    """Return the reports as lines of aligned columns, with a rule after each group of near ties. If they are
+    too wide, a line lists the dropped columns.
+    """
     rows = [table_row(each) for each in reports]
     lines = table_lines(
         rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width, whole_in="--json"
@@ -595,25 +603,25 @@ def table(reports: list[dict], width: int | None) -> list[str]:
 
 
 def near_rule(size: int) -> str:
-    """The words of the rule below a group of so many layouts."""
+    """Return the text of the rule below a group of this size."""
     return f"-- within {NEAR * 100:g} % of each other, the simplest first " if size > 1 else ""
 
 
 def range_text(step: float, known: StepRange) -> str:
-    """What published runs say of a forecast. step: seconds."""
+    """Return what published runs imply for a forecast of `step` seconds."""
     low, high, runs = known
     return (f"of {runs} 80 % took {low:.2f} to {high:.2f} times the forecast: {low * step:.3f} to "
             f"{high * step:.3f} s")
 
 
 def no_margin_text(best: Found) -> str:
-    """That the best layout fits, but by less than the planner's own error."""
+    """Return a warning that the best layout fits, but by less than the planner's own error."""
     return (f"no layout leaves {MARGIN:.0%} of its tensors free ({best.held.margin / GIB:.1f} GiB), by which "
             "the count of activations can be short; set what holds less, or try this one with a dry run")
 
 
 def memory_lines(numbers: dict) -> list[str]:
-    """The memory of the fullest rank of one layout, part by part."""
+    """Return the memory of the fullest rank of one layout, part by part."""
     parts = {
         "weights, gradients, optimizer": numbers["state"],
         "activations": numbers["activations"],
@@ -629,7 +637,7 @@ def memory_lines(numbers: dict) -> list[str]:
 
 
 def table_row(numbers: dict) -> dict[str, str]:
-    """{column: its text} of one report."""
+    """Return {column: text} for one report."""
     longest_first = sorted(numbers["exposed"].items(), key=lambda item: -item[1])
     exposed = [f"{group} {share:.0%}" for group, share in longest_first if share >= MIN_SHOWN_SHARE]
     return {

@@ -36,10 +36,10 @@ USER_MISTAKE = 2
 OUT_OF_MEMORY = 81
 STORAGE = 82
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
-TERMINAL_SECONDS = 0.1  # between two redraws of the progress line on a terminal
-PLAIN_SECONDS = 10  # between two progress lines elsewhere
+TERMINAL_SECONDS = 0.1  # between redraws of the progress line on a terminal
+PLAIN_SECONDS = 10  # between progress lines elsewhere
 MAX_BAR = 40  # columns
-LABEL_WIDTH = 10  # of the words on the left of the report
+LABEL_WIDTH = 10  # of the labels of the report
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -94,10 +94,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, bool]:
-    """(the options, whether data that is there is to be shown and none made). Raises ConfigError."""
+    """Return (the options, whether to only show existing data). Raises ConfigError."""
     parser = arguments()
     args = parser.parse_args(argv)
-    args.out = str(pathlib.Path(args.out))  # without a slash at its end
+    args.out = str(pathlib.Path(args.out))  # drops a trailing slash
     missing = [f"--{name}" for name in ("input", "tokenizer") if getattr(args, name) is None]
     is_shown_alone = args.show is not None and len(missing) == 2
     if missing and not is_shown_alone:
@@ -187,16 +187,16 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def until_closed_pipe() -> Iterator[None]:
-    """Prints until the reader of a pipe, such as `| head`, closes it."""
+    """Print until the reader of a pipe, such as `| head`, closes it."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python writes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's output at exit
 
 
 def show(out: str, count: int) -> None:
-    """Prints the first documents of OUT. Raises ConfigError if it cannot be read."""
+    """Print the first documents of OUT. Raises ConfigError if it cannot be read."""
     begin, end = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("⟦", "⟧")
     for document in shown_documents(out, count):
         print(f"document {document.number} of {document.documents:,}: {document.tokens:,} tokens, "
@@ -207,14 +207,14 @@ def show(out: str, count: int) -> None:
 
 
 def run_of_tokenizer(spec: str) -> pathlib.Path | None:
-    """The run whose tokenizer this is, RUN/tokenizer: the data is most likely for its model."""
+    """Return the run of a tokenizer RUN/tokenizer, whose model the data is most likely for."""
     folder = pathlib.Path(spec)
     is_run = folder.name == "tokenizer" and (folder.parent / "config.yaml").exists()
     return folder.parent if is_run else None
 
 
 def summary(report: dict, run: pathlib.Path | None = None) -> str:
-    """The report as lines of text. run: see run_of_tokenizer."""
+    """Return the report as lines of text. For `run` see run_of_tokenizer."""
     text_bytes, tokens = report["text_bytes"], report["tokens"]
     left_out = ""
     for key, name in (("bad", "bad records"), ("empty", "empty documents")):
@@ -260,8 +260,7 @@ def summary(report: dict, run: pathlib.Path | None = None) -> str:
 
 
 def split_of_few(documents: int) -> str:
-    """The words of a command that leave documents for validation, where the default of data.split leaves
-    none."""
+    """Return arguments that keep documents for validation, if the default of data.split keeps none."""
     train, valid = map(int, DataConfig().split.split(","))
     if rounded_share(documents, train, train + valid) < documents:
         return ""
@@ -269,7 +268,7 @@ def split_of_few(documents: int) -> str:
 
 
 def length_text(report: dict) -> str:
-    """How long conversations are, and what becomes of those that do not fit a sequence."""
+    """Describe the length of conversations, and what happens to those longer than a sequence."""
     longest = f"the longest has {report['longest']:,} tokens"
     if report["seq_len"] is None:
         holding = max(2, report["longest"] - 1)
@@ -281,7 +280,7 @@ def length_text(report: dict) -> str:
 
 
 def speed_text(report: dict) -> str:
-    """How fast this start tokenized: without a tokenizer's training, and what an earlier start had done."""
+    """Return this start's rate of tokenizing, without training the tokenizer or earlier work."""
     whole = f"{report['seconds']:.1f} s in all"
     if not report["tokenized_bytes"]:
         return f"nothing was left to tokenize; {whole}"
@@ -291,7 +290,7 @@ def speed_text(report: dict) -> str:
 
 
 class Progress:
-    """A progress line: redrawn on a terminal; elsewhere a plain line every ten seconds."""
+    """A progress line, redrawn on a terminal, or printed every ten seconds elsewhere."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -301,9 +300,9 @@ class Progress:
         self.open = False  # the cursor is at the end of a progress line
 
     def show(self, done: int, whole: int) -> None:
-        """Shows `done` of `whole` bytes, unless the last line was shown very recently."""
+        """Show `done` of `whole` bytes, unless a line was shown very recently."""
         now = time.monotonic()
-        if done == 0:  # tokenizing starts; a tokenizer may have been trained before
+        if done == 0:  # tokenizing starts, possibly after training a tokenizer
             self.start = self.last = now
         is_end = self.tty and done >= whole
         if now - self.last < (TERMINAL_SECONDS if self.tty else PLAIN_SECONDS) and not is_end:
@@ -323,19 +322,19 @@ class Progress:
         self.open = self.tty
 
     def say(self, text: str) -> None:
-        """Prints a line of its own."""
+        """Print a separate line."""
         self.end()
         print(text, file=self.stream, flush=True)
 
     def end(self) -> None:
-        """Ends the progress line."""
+        """End the progress line."""
         if self.open:
             print(file=self.stream, flush=True)
         self.open = False
 
 
 def duration(seconds: float) -> str:
-    """1h02m, 3m05s or 7s."""
+    """Format seconds as 1h02m, 3m05s or 7s."""
     minutes, rest = divmod(int(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"

@@ -1,13 +1,13 @@
-"""Makes a run again: its tree, its inputs, its command.
+"""Reproduces a run: its code, its inputs, its command.
 
     python -m scripts.reproduce RUN [--out FOLDER]       the tree in FOLDER/code, and the command
-    python -m scripts.reproduce RUN --run                starts it too, and compares the losses bit for bit
+    python -m scripts.reproduce RUN --run                also runs it, and compares the losses bit for bit
 
-The tree is a git worktree at the commit of the run, with the patch of what was not committed. Its hash must
-be that of the code that ran, and the data, tokenizers and checkpoints that the run began with must be there
-with the same fingerprints; else one line says what is not, and nothing is made. The new run goes into
-FOLDER/run, sends nothing to W&B or a store, and is started in the folder in which the first was. On the same
-machine, with the same packages, it gives the same bits where train.deterministic holds.
+The tree is a git worktree at the run's commit, with the patch of uncommitted changes. Its hash must match the
+code that ran, and the data, tokenizers and checkpoints that the run started from must exist with the same
+fingerprints; otherwise one line names the mismatch, and nothing is created. The new run goes into FOLDER/run,
+sends nothing to W&B or a store, and is launched in the same working folder as the first. On the same machine
+with the same packages, it is bitwise equal where train.deterministic holds.
 """
 import argparse
 import os
@@ -32,8 +32,8 @@ from runtime.lines import read_metrics
 
 EVERY_STEP = 1 << 40  # more than a run has
 DIGITS = 12  # of a fingerprint in a message
-RESUME = "checkpoint.resume"  # each start may go on from another checkpoint of the run
-DIFFERENT = 1  # exit code: the losses are not the same
+RESUME = "checkpoint.resume"  # each start may resume from another checkpoint of the run
+DIFFERENT = 1  # exit code: the losses differ
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     run = args.run.absolute()
     out = (args.out or Path(f"{run}-again")).absolute()
 
-    # whatever stands in the way, before anything is made
+    # check everything before creating anything
     records = read_run(args.run)
     record = records[0]
     if out.exists():
@@ -81,11 +81,11 @@ def main(argv: list[str]) -> int:
     return compare_losses(run, out / "run") if has_run else code
 
 
-# ---- what is known of the run ------------------------------------------------------------------------------
+# ---- the record of the run ---------------------------------------------------------------------------------
 
 
 def read_run(run: Path) -> list[Tree]:
-    """The records of a run: one for each start, and for each phase that began in it. Raises ConfigError."""
+    """Return the records of a run: one per start, and per phase that began in it. Raises ConfigError."""
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run}: holds no run (no config.yaml); give a folder that train.py has written")
     records = provenance.read_records(run)
@@ -96,7 +96,7 @@ def read_run(run: Path) -> list[Tree]:
 
 
 def check_one_story(run: Path, records: list[Tree]) -> None:
-    """Raises ConfigError where a later start ran other code, settings or ranks than the first."""
+    """Raise ConfigError if a later start used other code, settings or ranks than the first."""
     first = records[0]
     for index, record in enumerate(records[1:], 1):
         number = len({one["date"] for one in records[:index + 1]})
@@ -116,7 +116,7 @@ def check_one_story(run: Path, records: list[Tree]) -> None:
 
 
 def check_commit(run: Path, record: Tree) -> None:
-    """Raises ConfigError if this clone has not the commit, or the run has none and ran other code."""
+    """Raise ConfigError if this clone lacks the commit, or the run has none and used other code."""
     code = record["code"]
     commit, root = code.get("commit"), provenance.ROOT
     if commit is None:
@@ -136,7 +136,7 @@ def check_commit(run: Path, record: Tree) -> None:
 
 
 def check_inputs(records: list[Tree]) -> list[str]:
-    """Raises ConfigError, which names the file, for an input that is gone or changed. Returns notes."""
+    """Check the run's inputs and return notes. Raises ConfigError for a missing or changed file."""
     notes: list[str] = []
     data = {item["path"]: item for record in records for item in record["inputs"]["data"]}
     for path, item in data.items():
@@ -147,7 +147,7 @@ def check_inputs(records: list[Tree]) -> list[str]:
     for key, weights in records[0]["inputs"].items():
         if key == "data":
             continue
-        is_foreign = "config_sha256" in weights  # of another system
+        is_foreign = "config_sha256" in weights  # from another system
         now = (seal_of if is_foreign else seal_of_run)(Path(weights["path"]))
         if now is None or now != weights["config_sha256" if is_foreign else "index_sha256"]:
             what = "is gone" if now is None else "is another checkpoint now"
@@ -156,16 +156,16 @@ def check_inputs(records: list[Tree]) -> list[str]:
 
 
 def seal_of_run(path: Path) -> str | None:
-    """The sha256 of the index of a checkpoint; None if it is gone."""
+    """Return the sha256 of a checkpoint's index, None if it is gone."""
     sealed = path / "index.sha256"
     return sealed.read_text().split()[0] if sealed.is_file() else None
 
 
 def check_data(path: str, item: Tree) -> None:
-    """Raises ConfigError if a data set is not what the run has read."""
+    """Raise ConfigError if a data set differs from what the run read."""
     advice = "restore the data that the run has read"
     try:
-        is_raw = path.endswith(ENDS)  # of data with an index the prefix is kept
+        is_raw = path.endswith(ENDS)  # for data with an index, the prefix is recorded
         dataset = RawShards(path, stated=item.get("dtype")) if is_raw else IndexedDataset(path)
         folder = Path(f"{os.path.splitext(path)[0] if is_raw else path}.tokenizer")
         tokenizer = load_tokenizer(folder).fingerprint if folder.is_dir() else item["tokenizer_fingerprint"]
@@ -179,7 +179,7 @@ def check_data(path: str, item: Tree) -> None:
 
 
 def strange_surroundings(record: Tree) -> list[str]:
-    """Notes on what may change the bits."""
+    """Return notes on differences that may change the bits."""
     found = provenance.other_versions(record["versions"], provenance.versions())
     processor = provenance.processor()
     if processor != record["hardware"]["processor"]:
@@ -191,9 +191,9 @@ def strange_surroundings(record: Tree) -> list[str]:
 
 
 def make_tree(record: Tree, patch: bytes, out: Path) -> Path:
-    """Makes OUT with the code in it; returns the folder of train.py. Raises ConfigError, and leaves nothing.
+    """Create OUT with the code in it, and return the folder of train.py. Raises ConfigError, leaving nothing.
 
-    A run without a commit ran the code of this checkout, which then is the tree.
+    A run without a commit used the code of this checkout, which then serves as the tree.
     """
     code, root = record["code"], provenance.ROOT
     if code["commit"] is None:
@@ -218,26 +218,26 @@ def make_tree(record: Tree, patch: bytes, out: Path) -> Path:
 
 
 def command_words(record: Tree, tree: Path, out: Path) -> list[str]:
-    """The command that makes the run again, in the folder in which it was started."""
+    """Return the command that repeats the run, in its original working folder."""
     hardware = record["hardware"]
     launcher: list[str] = []
     if hardware["ranks"] > 1:
         nodes = -(-hardware["ranks"] // hardware["ranks_of_node"])
         where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes), "--rdzv-endpoint", "HOST:PORT"]
         launcher = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(hardware["ranks_of_node"])]
-    # what it began with, as it was then; and nothing goes where the first run has sent it
+    # the original starting point, and no output to the destinations of the first run
     pinned = {key: weights["path"] for key, weights in record["inputs"].items() if key != "data"}
-    pinned.pop("checkpoint.branch", None)  # which names the step
+    pinned.pop("checkpoint.branch", None)  # it names the step
     pinned |= {"log.dir": str(out), "log.name": "run", "log.wandb": "off", "checkpoint.mirror": "none"}
     pinned["checkpoint.mirror_failures"] = str(CheckpointConfig.mirror_failures)  # idle without a mirror
-    pinned["train.threads"] = str(hardware["threads"])  # which decide about the order of sums
+    pinned["train.threads"] = str(hardware["threads"])  # determines the order of sums
     words = ["--config", str(out / "config.yaml")]
     words += [word for key, value in pinned.items() for word in (f"--{key}", value)]
     return [sys.executable, *launcher, str(tree / "train.py"), *words]
 
 
 def compare_losses(first: Path, again: Path) -> int:
-    """Prints whether the losses of two runs are the same, bit for bit; returns the exit code."""
+    """Print whether the losses of two runs are bitwise equal, and return the exit code."""
     old, new = (
         {row["step"]: row["loss"] for row in read_metrics(folder, EVERY_STEP)[0]} for folder in (first, again)
     )

@@ -1,11 +1,11 @@
-"""A pipeline schedule, checked and timed.
+"""Checks and times a pipeline schedule.
 
     python -m scripts.schedule --kind zb-v --pp 4 --micro 8 [--out x.png]
 
 Checks the lists of ops that the pipeline would run (complete, in order, no deadlock, every transfer meets its
-peer), simulates them, prints the timeline, the bubble and each rank's peak of activations, and draws a
-picture. --list shows every schedule. --run NAME runs a step of a small recipe on real ranks of this machine
-and shows it beside a simulation with the measured times.
+peer), simulates them, prints the timeline, the bubble and each rank's activation peak, and draws a picture.
+--list shows every schedule. --run NAME runs a step of a small recipe on real ranks of this machine and
+compares it with a simulation from the measured times.
 """
 import argparse
 import json
@@ -54,21 +54,21 @@ from runtime.pool import WorkerPool
 Result = TypeVar("Result")
 Picture = tuple[str, Timeline]  # (title, timeline)
 
-WIDTH_OF_A_FILE = 120  # columns of a timeline that goes into a file or a pipe
-MAX_RANKS = 16  # processes that --run starts at most
-MAX_PARAMETERS = 50_000_000  # of a recipe that --run accepts
+WIDTH_OF_A_FILE = 120  # columns of a timeline written to a file or a pipe
+MAX_RANKS = 16  # most processes that --run starts
+MAX_PARAMETERS = 50_000_000  # largest recipe that --run accepts
 MAX_PAIRS = 50_000  # (stage, microbatch) pairs of a schedule: about ten seconds
 WARM_UP_STEPS = 2  # before the measured step
 PICTURES = (".png", ".svg", ".pdf")
 REQUIRED_MICROBATCHES = {"interleaved": "a multiple of p"}  # the other schedules: any number
-WITH_OVERLAP = "dualpipe-v"  # the schedule that runs a forward and a backward side by side
+WITH_OVERLAP = "dualpipe-v"  # overlaps a forward and a backward
 OVERLAPPED = ", overlapped "  # before the second formula of such a schedule
 
 
 # ---- command line ----------------------------------------------------------------------------------------
 
 def number(least: float) -> Callable[[str], Fraction]:
-    """A parser of exact numbers from `least` to 1e9."""
+    """Return a parser of exact numbers from `least` to 1e9."""
     def read(word: str) -> Fraction:
         try:
             if least <= float(word) <= 1e9:
@@ -106,7 +106,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raises ConfigError if an option is missing, out of range or does not fit the schedule."""
+    """Raise ConfigError if an option is missing, out of range or does not fit the schedule."""
     for name in ("kind", "pp", "micro"):
         if getattr(args, name) is None:
             raise ConfigError(f"--{name}: missing; for example --kind zb-v --pp 4 --micro 8 (or --list)")
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
 
 
 def print_schedules(as_json: bool) -> None:
-    """Prints every schedule."""
+    """Print every schedule."""
     rows = table()
     if as_json:
         print(json.dumps(rows))
@@ -173,7 +173,7 @@ def print_schedules(as_json: bool) -> None:
 
 
 def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
-    """The schedule, and its ops with transfers.
+    """Return the schedule, and its ops with transfers.
 
     Raises ConfigError if there is no such schedule; ValueError if a check fails.
     """
@@ -188,7 +188,7 @@ def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
 
 
 def draw_pictures(pictures: list[Picture], path: Path, unit: str) -> None:
-    """unit: of time. Raises ConfigError if the file cannot be written."""
+    """Draw the pictures, with times in `unit`. Raises ConfigError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(pictures, path, unit)
@@ -199,9 +199,9 @@ def draw_pictures(pictures: list[Picture], path: Path, unit: str) -> None:
 # ---- a real step -----------------------------------------------------------------------------------------
 
 def run_config(args: argparse.Namespace, schedule: Schedule) -> Config:
-    """The recipe with one sequence in a microbatch, and as many layers as the stages need.
+    """Return the recipe with one sequence per microbatch, and as many layers as the stages need.
 
-    Raises ConfigError if it cannot run so.
+    Raises ConfigError if it cannot run this way.
     """
     if args.pp > MAX_RANKS:
         raise ConfigError(f"--run: starts a process for each of --pp {args.pp} ranks, "
@@ -226,7 +226,7 @@ def run_config(args: argparse.Namespace, schedule: Schedule) -> Config:
 
 
 def measure(cfg: Config, schedule: Schedule) -> Timeline:
-    """The measured step of a run on one process for each rank, in milliseconds from its first op."""
+    """Return the measured step of a run with one process per rank, in milliseconds since its first op."""
     pool = WorkerPool(cfg.parallel.pp)
     try:
         spans_of_ranks = pool.run(timed_step, cfg)
@@ -241,12 +241,12 @@ def measure(cfg: Config, schedule: Schedule) -> Timeline:
 
 
 def timed_step(world: World, cfg: Config) -> list[tuple[tuple, float, float]]:
-    """[(op, start, end)] of this rank's step after the warm-up, in seconds of a clock that all ranks share.
+    """Return [(op, start, end)] of this rank's step after warm-up, in seconds of a clock shared by all ranks.
 
     An op starts when its inputs have arrived.
     """
     mesh = Mesh.bind(ParallelDims(world.size, pp=world.size), world)
-    assert cfg.train.steps is not None  # run_config sets it
+    assert cfg.train.steps is not None  # set by run_config
     run = build_run(cfg, mesh, torch.device("cpu"), data=None, steps=cfg.train.steps)
     batches = random_batches(cfg)
     spans = record_ops(run)
@@ -262,7 +262,7 @@ def timed_step(world: World, cfg: Config) -> list[tuple[tuple, float, float]]:
 
 
 def random_batches(cfg: Config) -> list[Microbatch]:
-    """Microbatches of one random sequence each, the same on every rank."""
+    """Return microbatches of one random sequence each, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     vocab, shape = config.vocab_size(cfg.model), (1, cfg.train.seq_len)
     positions = torch.arange(cfg.train.seq_len)[None]
@@ -274,9 +274,9 @@ def random_batches(cfg: Config) -> list[Microbatch]:
 
 
 def record_ops(run: TrainingRun) -> list[tuple[tuple, float, float]]:
-    """Makes the pipeline append (op, start, end) to the list that is returned.
+    """Patch the pipeline to append (op, start, end) to the returned list.
 
-    Replaces functions of the pipeline in this process, which ends with the measurement.
+    This replaces functions of the pipeline in this process, which ends with the measurement.
     """
     spans: list[tuple[tuple, float, float]] = []
     last_arrival = [0.0]
@@ -304,7 +304,7 @@ def record_ops(run: TrainingRun) -> list[tuple[tuple, float, float]]:
 
 
 def medians(timeline: Timeline, n_stages: int) -> dict[str, list[float]]:
-    """{kind of op: its median time on each stage}."""
+    """Return {kind of op: its median time on each stage}."""
     durations: dict[tuple[str, int], list[float]] = defaultdict(list)
     for spans in timeline.ranks:
         for span in spans:
@@ -318,7 +318,7 @@ def medians(timeline: Timeline, n_stages: int) -> dict[str, list[float]]:
 
 
 def pictures_of_run(facts: dict, recipe: str, simulated: Timeline, measured: Timeline) -> list[Picture]:
-    """The simulated and the measured step, with titles."""
+    """Return the simulated and the measured step, with titles."""
     schedule_text = headline(facts).split(",")[0]
     pictures: list[Picture] = []
     for what, timeline in (
@@ -334,10 +334,10 @@ def pictures_of_run(facts: dict, recipe: str, simulated: Timeline, measured: Tim
 # ---- the report ------------------------------------------------------------------------------------------
 
 def report(schedule: Schedule, with_transfers: Order, timeline: Timeline, args: argparse.Namespace) -> dict:
-    """The schedule as plain numbers.
+    """Return the schedule in plain numbers.
 
-    Times in the units of --f, shares from 0 to 1, peaks in microbatches of a rank's whole share (one chunk
-    counts 1/v).
+    Times are in the units of --f, shares from 0 to 1, peaks in microbatches of a rank's whole share (one
+    chunk counts 1/v).
     """
     ranks = range(args.pp)
     bubbles = [float(1 - timeline.busy(rank) / timeline.wall(rank)) for rank in ranks]
@@ -371,7 +371,7 @@ def report(schedule: Schedule, with_transfers: Order, timeline: Timeline, args: 
 
 
 def report_lines(facts: dict, timeline: Timeline, width: int) -> list[str]:
-    """The report on a simulation: headline, timeline, ranks, summary."""
+    """Return the report on a simulation: headline, timeline, ranks, summary."""
     lines = [*wrapped(headline(facts), width), *text(timeline, width), "", *rank_lines(facts), ""]
     for line in summary(facts):
         lines += wrapped(line, width)
@@ -379,7 +379,7 @@ def report_lines(facts: dict, timeline: Timeline, width: int) -> list[str]:
 
 
 def run_lines(pictures: list[Picture], width: int) -> list[str]:
-    """The titles and timelines of --run, with an empty line between them."""
+    """Return the titles and timelines of --run, separated by blank lines."""
     lines: list[str] = []
     for title, timeline in pictures:
         lines += [*wrapped(title, width), *text(timeline, width), ""]
@@ -387,14 +387,14 @@ def run_lines(pictures: list[Picture], width: int) -> list[str]:
 
 
 def headline(facts: dict) -> str:
-    """The schedule in one line."""
+    """Return the schedule in one line."""
     chunks = f" x {count(facts['vpp'], 'chunk')}" if facts["vpp"] > 1 else ""
     return (f"{facts['kind']}: {count(facts['pp'], 'rank')}{chunks}, {count(facts['micro'], 'microbatch')}, "
             f"bubble {facts['bubble']:.1%}, peak {max(facts['rank_peak']):.4g} held")
 
 
 def rank_lines(facts: dict) -> list[str]:
-    """Bubble, idle time and peak of each rank, as aligned columns."""
+    """Return each rank's bubble, idle time and peak, as aligned columns."""
     rows = [["rank", "bubble", "idle in the step", "peak of microbatches held"]]
     columns = zip(facts["rank_bubble"], facts["rank_idle"], facts["rank_peak"])
     for rank, (bubble, idle, peak) in enumerate(columns):
@@ -403,7 +403,7 @@ def rank_lines(facts: dict) -> list[str]:
 
 
 def summary(facts: dict) -> list[str]:
-    """Times of the step, and what was checked."""
+    """Return the times of the step, and the checks that passed."""
     known = ""
     if facts["overlap"]:  # DeepSeek's formula counts the idle time of the last rank in the whole step
         known += f", last rank idle {facts['rank_idle'][-1] * facts['makespan']:.6g}"
@@ -418,7 +418,7 @@ def summary(facts: dict) -> list[str]:
 
 
 def table() -> list[dict]:
-    """Every schedule: its requirements, its bubble and its memory."""
+    """Return every schedule with its requirements, bubble and memory."""
     rows: list[dict] = []
     for kind, schedule in SCHEDULES.items():
         overlaps = (None, 1) if kind == WITH_OVERLAP else (None,)
@@ -433,14 +433,14 @@ def table() -> list[dict]:
 
 
 def bubble_formula(kind: str, overlap: float | None) -> str:
-    """The formula of a schedule's bubble, where F, I and W take the same time."""
+    """Return the formula of a schedule's bubble if F, I and W take equal time."""
     found = closed_form(kind, p=2, m=8, v=1, f=1, i=1, w=1, overlap=overlap)
     assert found is not None, f"{kind} has no formula"
     return found[0]
 
 
 def count(amount: float, word: str) -> str:
-    """"1 rank", "4 ranks", "8 microbatches"."""
+    """Return "1 rank", "4 ranks", "8 microbatches"."""
     if amount == 1:
         return f"1 {word}"
     ending = "es" if word.endswith("ch") else "s"
@@ -448,7 +448,7 @@ def count(amount: float, word: str) -> str:
 
 
 def aligned(rows: Iterable[Iterable[object]]) -> list[str]:
-    """Rows as lines of left-aligned columns."""
+    """Return rows as lines of left-aligned columns."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts)]
     lines: list[str] = []

@@ -4,9 +4,9 @@
     python -m scripts.scrub runs/first/checkpoints/step_00001000            this one
     python -m scripts.scrub runs/*                                          those of several runs
 
-A line for each checkpoint, the oldest first: good, or damaged with the file and what is wrong with it. Files
-are read from the disk, not from the memory of the system, where it lets a program ask for that. A checkpoint
-that a run removes meanwhile is left out. Nothing is written. Exit code 79 if a checkpoint is damaged.
+Prints a line for each checkpoint, oldest first: good, or damaged with the file and the problem. Files are
+read from the disk, bypassing the page cache where the system allows it. A checkpoint that a run removes
+meanwhile is skipped. Nothing is written. Exit code 79 if a checkpoint is damaged.
 """
 import argparse
 import sys
@@ -22,7 +22,7 @@ from config.command_line import CommandParser
 from runtime.failure import fail_cleanly
 
 GOOD, DAMAGED, NEWER = "good", "damaged", "newer"
-EXIT_CODES = {DAMAGED: IntegrityError.exit_code, NEWER: 2, GOOD: 0}  # the first of these that was found
+EXIT_CODES = {DAMAGED: IntegrityError.exit_code, NEWER: 2, GOOD: 0}  # the first one found decides
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code. Raises ConfigError for a place without checkpoints, before any is read."""
+    """Return the exit code. Raises ConfigError for a place without checkpoints, before reading any."""
     places = arguments().parse_args(argv).places
     paths: list[Path] = []
     for place in places:
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 def checkpoints_of(place: str) -> list[Path]:
-    """The checkpoint folders of a run, a folder of checkpoints, or a checkpoint; the oldest first.
+    """Return the checkpoints of a run, a folder of checkpoints, or a single checkpoint; oldest first.
 
     Raises ConfigError if there are none.
     """
@@ -71,7 +71,7 @@ def checkpoints_of(place: str) -> list[Path]:
 
 
 def scrub(path: Path) -> tuple[str, str]:
-    """(the state of a checkpoint, what is said of it); ("", "") if it was removed meanwhile."""
+    """Return (the state of a checkpoint, its description), or ("", "") if it was removed meanwhile."""
     begun = time.monotonic()
     try:
         files = [file for file in path.iterdir() if file.is_file() and not file.is_symlink()]

@@ -1,10 +1,10 @@
-# Sourced by quickstart.sh and test.sh: makes .venv with the requirements of this checkout, once, and puts it on PATH.
-# BEVATRON_PYTHON names another interpreter (3.10 to 3.14). BEVATRON_TORCH=default takes torch from where pip takes
-# everything else: for a .venv that is made on a machine without a GPU, and used on one that has them.
+# Sourced by quickstart.sh and test.sh: creates .venv once with the requirements of this checkout, and puts it on PATH.
+# BEVATRON_PYTHON names another interpreter (3.10 to 3.14). BEVATRON_TORCH=default installs torch from pip's default
+# index, for a .venv that is created on a machine without a GPU but used on one with GPUs.
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-# The torch of PyPI brings CUDA, 5 GB. A Linux machine without a GPU needs a tenth of that, from PyTorch's own index.
-# Nothing is changed where torch is there already, or where pip is told where to look.
+# PyPI's torch includes CUDA, 5 GB. A Linux machine without a GPU needs a tenth of that, from PyTorch's own index.
+# Does nothing if torch is already installed, or if pip has an index configured.
 torch_without_cuda() {
   if [ "$(uname -s)" != Linux ] || [ "${BEVATRON_TORCH:-}" = default ]; then return 0; fi
   if command -v nvidia-smi > /dev/null || [ -e /dev/kfd ]; then return 0; fi # /dev/kfd: an AMD GPU

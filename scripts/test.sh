@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests on a bare machine: the core. --all takes every test, --changed those that run what has changed
+# Runs the core tests on a bare machine. --all runs every test, --changed those that run changed code
 # (tests/selection.py). Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,2 +1,2 @@
-"""Benchmarks: always a ratio beside a baseline, measured in one run. See lab/benchmarks/command.py."""
+"""Benchmarks: always a ratio to a baseline, measured in the same run. See lab/benchmarks/command.py."""
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings

@@ -1,17 +1,18 @@
-"""Training steps of large models on one GPU, ours beside the peers, in one run of a given length.
+"""Training steps of large models on one GPU, ours against the peers, in one run of a given length.
 
     python -m scripts.bench step --device cuda --minutes 9 --site SITE --out step.jsonl --table step.md
     python -m scripts.bench step --device cpu --tiny --minutes 3        a rehearsal: the same plan, tiny
 
-Each contestant (lab/benchmarks/contestant.py) has a process of its own with a time limit. One that crashes or
-hangs costs its own time alone, and its row says why. Results are appended to --out as they are measured, so a
-run that is killed keeps what it has. PLAN is in the order of importance; an entry for which no time is left
-gets a row that says so. Every model has the layers that fit the GPU (its row says how many), and fewer where
-memory does not suffice all the same. Ours runs the dense model first and last among the rows that decide: the
-difference is the noise. "ours is" compares the model's FLOPs a second, so rows of different layers can be
-compared. On a machine that is met for the first time `scripts.bench first` comes before the race.
+Each contestant (lab/benchmarks/contestant.py) runs in a separate process with a time limit. A crash or a hang
+only costs its own time, and its row gives the reason. Results are appended to --out as they are measured, so
+a killed run keeps its results. PLAN is in order of importance; an entry that no time is left for gets a row
+that says so. Every model gets as many layers as fit the GPU (its row says how many), and fewer if it still
+runs out of memory. Ours runs the dense model first and last among the rows that matter: the difference is the
+noise. "ours is" compares the model's FLOPs a second, so rows with different numbers of layers are comparable.
+On a new machine, run `scripts.bench first` before the race.
 
-What travels to a machine without a network, and how the peers' packages get there: lab/docs/benchmarks.md.
+For what to copy to a machine without a network, and how to install the peers there, see
+lab/docs/benchmarks.md.
 
 MFU: model FLOPs (plan/count.py: causal attention once and within documents, a mixture's active experts, no
 padding) over 989 TFLOP/s dense bf16.
@@ -43,23 +44,23 @@ from plan.memory import peak_activation_bytes, state_bytes
 from runtime.setup import peak_flops_of_gpu
 
 HELP = "cuda: the large models on one GPU (lab/benchmarks/card.py says how)"
-RESERVE_S = 8.0  # for the table, and for what a killed process leaves behind
-USABLE_MEMORY = 0.88  # share of the GPU's memory; the rest: workspaces of libraries, gaps of the allocator
+RESERVE_S = 8.0  # for the table, and for cleanup after a killed process
+USABLE_MEMORY = 0.88  # fraction of the GPU's memory; the rest: library workspaces, fragmentation
 GPU_STEPS = {"warm": 4, "steps": 10}
 CPU_STEPS = {"warm": 1, "steps": 2}
 NO_RESULT = {"ms": None, "problem": None}
 MIN_LAYERS = {"bf16": 2, "fp8": 3}  # by dtype: in fp8 the first and the last stay in bf16
 TOO_LARGE = "the fewest layers do not fit the memory"
-FEWER_LAYERS = 3  # that a model loses where it does not fit
+FEWER_LAYERS = 3  # layers to drop from a model that does not fit
 GIB = 2**30
 CPU_MEMORY = 2 * GIB  # of the stand-in for a GPU in a rehearsal
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant with a model.
+    """A contestant and a model.
 
-    It does not start with less than min_s seconds left, and is killed after max_s seconds.
+    It starts only with at least min_s seconds left, and is killed after max_s seconds.
     """
 
     model: str
@@ -103,7 +104,7 @@ PLAN = (
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs the plan, prints and writes the table; returns the exit code."""
+    """Run the plan, print and write the table, and return the exit code."""
     started = time.monotonic()
     results = Path(args.out)
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -132,9 +133,9 @@ def main(args: argparse.Namespace) -> int:
 def run_plan(
     machine: "GpuMachine", args: argparse.Namespace, seconds_left: Callable[[], float]
 ) -> Iterator[dict]:
-    """Yields a row of results for each entry of the plan that the options ask for.
+    """Yield a row of results for each entry of the plan that the options ask for.
 
-    A contestant for which a model is too large runs it again with fewer layers.
+    A contestant that cannot fit a model runs it again with fewer layers.
     """
     pending = []
     for entry in chosen_entries(args):
@@ -165,7 +166,7 @@ def run_plan(
 
 
 def chosen_entries(args: argparse.Namespace) -> list[Entry]:
-    """Returns the entries of PLAN that --only and --peers ask for."""
+    """Return the entries of PLAN that --only and --peers ask for."""
     models = args.only.split(",") if args.only else [entry.model for entry in PLAN]
     entries = [entry for entry in PLAN if entry.model in models]
     if not args.peers:
@@ -179,12 +180,12 @@ def chosen_entries(args: argparse.Namespace) -> list[Entry]:
     return [entry for entry in entries if is_chosen(entry)]
 
 
-# ---- the machine, and what fits it -------------------------------------------------------------------------
+# ---- the machine, and what fits on it ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GpuMachine:
-    """card: the GPU's name. is_exclusive: one process at a time may use it."""
+    """card: the GPU's name. is_exclusive: only one process at a time may use it."""
 
     card: str
     driver: str
@@ -198,7 +199,7 @@ class GpuMachine:
 
 
 def describe_machine(device: str) -> GpuMachine:
-    """Asks nvidia-smi: a CUDA context would take some of the memory. Raises ConfigError without a GPU."""
+    """Query nvidia-smi, since a CUDA context would use memory. Raises ConfigError without a GPU."""
     if device == "cpu":
         return GpuMachine(f"CPU ({platform.machine()})", "", torch.__version__, CPU_MEMORY)
     query = "--query-gpu=name,driver_version,memory.total,compute_mode"
@@ -223,7 +224,7 @@ def describe_machine(device: str) -> GpuMachine:
 
 @functools.cache
 def fitted_shape(model: str, contestant: str, memory_bytes: int, is_tiny: bool) -> Shape | None:
-    """The shape of a model with the layers that fit, as a contestant trains it. None: it does not fit."""
+    """Return a contestant's model with as many layers as fit, or None if it does not fit."""
     return fit_layers(Shape.gpu_models(is_tiny)[model], memory_bytes, dtype_of(contestant))
 
 
@@ -232,7 +233,7 @@ def dtype_of(contestant: str) -> str:
 
 
 def fit_layers(shape: Shape, memory_bytes: int, dtype: str = "bf16") -> Shape | None:
-    """The shape with as many of its layers as fit by plan/memory.py. None: the fewest do not fit."""
+    """Return the shape with as many layers as fit by plan/memory.py, or None if the fewest do not fit."""
     for layers in range(shape.layers, MIN_LAYERS[dtype] - 1, -1):
         smaller = replace(shape, layers=layers)
         if planned_bytes(smaller, dtype) <= USABLE_MEMORY * memory_bytes:
@@ -241,13 +242,13 @@ def fit_layers(shape: Shape, memory_bytes: int, dtype: str = "bf16") -> Shape | 
 
 
 def with_fewer_layers(shape: Shape, dtype: str) -> Shape | None:
-    """Returns the shape to try when this one does not fit after all; None if it has the fewest layers."""
+    """Return the shape to try when this one runs out of memory, or None if it has the fewest layers."""
     layers = max(shape.layers - FEWER_LAYERS, MIN_LAYERS[dtype])
     return replace(shape, layers=layers) if layers < shape.layers else None
 
 
 def planned_bytes(shape: Shape, dtype: str = "bf16") -> int:
-    """Returns the bytes that a step of the shape needs on one GPU."""
+    """Return the bytes that a step of the shape needs on one GPU."""
     train = {
         "seq_len": shape.seq,
         "micro_batch": shape.batch,
@@ -266,7 +267,7 @@ def planned_bytes(shape: Shape, dtype: str = "bf16") -> int:
 
 
 def run_contestant(entry: Entry, shape: Shape, args: argparse.Namespace, limit_s: float) -> dict:
-    """Runs one contestant -> what it measured, or {"problem": why not}."""
+    """Run one contestant and return its measurements, or {"problem": reason}."""
     env = environment_of(entry.contestant, args.site)
     num_steps = GPU_STEPS if args.device == "cuda" else CPU_STEPS
     command = contestant_command(entry.contestant, shape, args.device, num_steps)
@@ -280,7 +281,7 @@ def run_contestant(entry: Entry, shape: Shape, args: argparse.Namespace, limit_s
 
 
 def problem_of(outcome: Outcome) -> str | None:
-    """Why a contestant did not come to its last message; None if it did."""
+    """Return why a contestant did not finish, or None if it did."""
     last = outcome.messages[-1] if outcome.messages else {}
     if "done" in last:
         return None
@@ -298,7 +299,7 @@ def contestant_command(name: str, shape: Shape, device: str, num_steps: dict[str
 
 
 def environment_of(contestant: str, site: str) -> dict[str, str]:
-    """Returns the environment of a contestant; `site` is on the path of peers and of ours+libraries."""
+    """Return the environment of a contestant; peers and ours+libraries have `site` on their path."""
     env = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -310,12 +311,12 @@ def environment_of(contestant: str, site: str) -> dict[str, str]:
         paths = [os.path.abspath(site), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if "graphs" in flags:
-        del env["PYTORCH_CUDA_ALLOC_CONF"]  # a recorded step has a memory pool of its own
+        del env["PYTORCH_CUDA_ALLOC_CONF"]  # a recorded step has its private memory pool
     return env
 
 
 def derived_figures(row: dict, shape: Shape, peak_flops: float | None) -> dict:
-    """Returns tokens/s, TFLOP/s and MFU of a step. peak_flops: of the GPU, in FLOP/s, if known."""
+    """Return tokens/s, TFLOP/s and MFU of a step. `peak_flops` is the GPU's in FLOP/s, if known."""
     tokens_per_s = shape.tokens / row["ms"] * 1e3
     model = build_tree(config.ModelConfig, shape.model_keys())
     flops = flops_per_token(model, shape.seq, shape.documents)

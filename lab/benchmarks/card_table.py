@@ -1,4 +1,4 @@
-"""The table of a race (lab/benchmarks/card.py): Markdown text, and a line for whoever watches."""
+"""The table of a race (lab/benchmarks/card.py): Markdown, and progress lines."""
 
 import time
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from lab.benchmarks.markdown import markdown_table
 
 
 def step_cells(row: Mapping) -> dict[str, str]:
-    """Returns the cells of a measured step."""
+    """Return the cells of a measured step."""
     return {
         "tokens/s": f"{row['tokens/s']:,.0f}",
         "step ms": f"{row['ms']:.1f}",
@@ -21,7 +21,7 @@ def step_cells(row: Mapping) -> dict[str, str]:
 
 
 def table_cells(row: dict, best: Mapping[str, float], dense: Mapping[str, float]) -> dict[str, str]:
-    """Returns a row of the table.
+    """Return a row of the table.
 
     best: {model: the TFLOP/s of ours in bf16}. dense: {contestant: its TFLOP/s of the dense model}.
     """
@@ -42,7 +42,7 @@ def table_cells(row: dict, best: Mapping[str, float], dense: Mapping[str, float]
 
 
 def progress_line(row: dict) -> str:
-    """Returns a row as one line, for whoever watches the run."""
+    """Return a row as one progress line."""
     parts = []
     for column, cell in table_cells(row, {}, {}).items():
         if column in ("model", "contestant"):
@@ -53,7 +53,7 @@ def progress_line(row: dict) -> str:
 
 
 def make_table(rows: list[dict], machine: Mapping[str, str]) -> str:
-    """Returns the Markdown text: the date and the machine, a row for each result, the shapes."""
+    """Return the Markdown text: the date and the machine, a row for each result, the shapes."""
     lines = [title_line(rows, machine), ""]
 
     # the results, sorted by model in the order of the plan
@@ -83,7 +83,7 @@ def make_table(rows: list[dict], machine: Mapping[str, str]) -> str:
 
 
 def noise_line(rows: list[dict]) -> list[str]:
-    """How much the steps of ours differ that were measured more than once; nothing if none was."""
+    """Return how much repeated measurements of ours differ, nothing if there are none."""
     ours = [row for row in rows if (row["model"], row["contestant"]) == ("dense", "ours")]
     times = [row["ms"] for row in ours if row["ms"]]
     if len(times) < 2:
@@ -94,7 +94,7 @@ def noise_line(rows: list[dict]) -> list[str]:
 
 
 def title_line(rows: list[dict], machine: Mapping[str, str]) -> str:
-    """Returns the date, the machine and the versions of the packages."""
+    """Return the date, the machine and the versions of the packages."""
     versions: dict[str, str] = {}
     for row in rows:
         versions |= row.get("versions") or {}

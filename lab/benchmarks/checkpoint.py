@@ -1,14 +1,14 @@
-"""Checkpoints: how long a save holds up training, how fast it writes and loads, beside the disk and DCP.
+"""Checkpoints: how long a save blocks training, and how fast it writes and loads, against the disk and DCP.
 
-One process saves and loads the state of a model (masters and two moments in fp32), several rounds, in each:
+One process saves and loads the state of a model (masters and two moments in fp32) over several rounds of:
 
-- a plain copy of the tensors, into memory that was used before: what a save in the background cannot undercut
-- a plain write of the same bytes with fsync, and a plain read of them, with the system's cache dropped first
-- our save in the step, our save in the background with steps beside it, our load with the cache dropped
+- a plain copy of the tensors into reused memory: a lower bound for the blocking part of a background save
+- a plain write of the same bytes with fsync, and a plain read of them after dropping the page cache
+- our blocking save, our background save with steps running meanwhile, our load after dropping the page cache
 - a plain file in memory, written and read; our save in memory (checkpoint.memory_every) and our start from it
-- the same of torch.distributed.checkpoint (DCP) with as many threads, which neither hashes nor reads back
+- the same with torch.distributed.checkpoint (DCP) with as many threads, which neither hashes nor reads back
 
-A step is a row of matrix products on all threads. The table has medians over the rounds.
+A step is a row of matrix products on all threads. The table shows medians over the rounds.
 """
 import argparse
 import importlib
@@ -35,21 +35,21 @@ from parallel.sharding.boxes import Box
 from parallel.wire.comm import Group
 from parallel.wire.world import join_alone, leave_job
 
-WIDTH = 1024  # of the weights, which are square
+WIDTH = 1024  # of the square weights
 BYTES_A_PARAMETER = 12
 STEP_PRODUCTS = 4  # of 1024 x 1024 matrices
-READ_BYTES = 4 << 20  # of a plain read, at a time
+READ_BYTES = 4 << 20  # chunk size of a plain read
 ROUNDS = 3
-FILES_IN_MEMORY = 3  # of the state, at the same time
+FILES_IN_MEMORY = 3  # copies of the state that exist at the same time
 State = dict[str, Tensor]
 Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """Where the files of the benchmark lie, on the disk and in memory, and what is saved.
+    """The state to save, and the folders of the benchmark on disk and in memory.
 
-    memory: None where it has no room.
+    memory: None if there is no room.
     """
     folder: Path
     memory: Path | None
@@ -63,7 +63,7 @@ class SavedState:
         return [(Box.whole(key, tensor.shape), tensor) for key, tensor in self.state.items()]
 
     def empty(self, name: str) -> Path:
-        """A folder with nothing in it."""
+        """Return an empty folder."""
         return emptied(self.folder / name)
 
 
@@ -74,21 +74,21 @@ def emptied(path: Path) -> Path:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises StorageError where the disk has too little room."""
+    """Return the exit code. Raises StorageError if the disk has too little space."""
     torch.set_num_threads(args.threads)
     state = make_state(int(args.parameters))
     place = SavedState(Path(args.out), folder_in_memory(Path(args.memory), state), state)
     place.folder.mkdir(parents=True, exist_ok=True)
     try:
         store.check_free_space(place.folder / "plain", 3 * place.num_bytes)
-        join_alone("cpu")  # DCP's async_save asks for a process group
+        join_alone("cpu")  # DCP's async_save needs a process group
         rounds = [measure_round(place, args.threads) for _ in range(args.rounds + 1)]
     finally:
         leave_job()
         shutil.rmtree(place.folder, ignore_errors=True)
         if place.memory is not None:
             shutil.rmtree(place.memory, ignore_errors=True)
-    timed = rounds[1:]  # the first makes buffers and files
+    timed = rounds[1:]  # the first creates buffers and files
     seconds = {name: statistics.median(one[name] for one in timed) for name in timed[0]}
     title = (
         f"{place.num_bytes / 1e9:.2f} GB of state, {args.threads} threads, a save in the background has "
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def make_state(parameters: int) -> State:
-    """Makes masters and two moments of at least one weight [WIDTH, WIDTH]."""
+    """Make masters and two moments for at least one weight [WIDTH, WIDTH]."""
     generator = torch.Generator().manual_seed(0)
     state: State = {}
     for number in range(max(1, parameters // WIDTH**2)):
@@ -112,7 +112,7 @@ def make_state(parameters: int) -> State:
 
 
 def folder_in_memory(parent: Path, state: State) -> Path | None:
-    """A folder for this benchmark in memory; None where it has no room."""
+    """Return a folder in memory for this benchmark, or None if there is no room."""
     wanted = FILES_IN_MEMORY * sum(tensor.nbytes for tensor in state.values())
     if not parent.is_dir() or memory.free_bytes(parent) < wanted:
         return None
@@ -120,7 +120,7 @@ def folder_in_memory(parent: Path, state: State) -> Path | None:
 
 
 def cache_text(place: SavedState) -> str:
-    """Whether reads come from the disk."""
+    """Describe whether reads come from the disk."""
     probe = place.folder.parent / f".{place.folder.name}-probe"
     probe.write_bytes(b"x")
     try:
@@ -132,7 +132,7 @@ def cache_text(place: SavedState) -> str:
 # ---- a round -----------------------------------------------------------------------------------------------
 
 def measure_round(place: SavedState, threads: int) -> Seconds:
-    """{what: seconds} of one round."""
+    """Return {what: seconds} of one round."""
     seconds = {**measure_plain(place), **measure_ours(place), **measure_dcp(place, threads)}
     if place.memory is not None:
         seconds |= measure_in_memory(place, place.memory, threads)
@@ -140,7 +140,7 @@ def measure_round(place: SavedState, threads: int) -> Seconds:
 
 
 def measure_plain(place: SavedState) -> Seconds:
-    """The copy of the tensors, and the disk."""
+    """Time the copy of the tensors, and the disk."""
     copies = [torch.empty_like(tensor).zero_() for tensor in place.state.values()]
 
     def copy() -> None:
@@ -157,13 +157,13 @@ def measure_plain(place: SavedState) -> Seconds:
 
 
 def measure_ours(place: SavedState) -> Seconds:
-    """Our saves and our load."""
+    """Time our saves and our load."""
     root = place.empty("ours")
     found: Seconds = {}
     saver = CheckpointSaver(in_background=False)
     found["ours save"] = seconds_of(lambda: saver.save(root, 1, place.pieces(), {}, keep=1))
 
-    # In the background, with the memory of a save before. What has not changed would be linked.
+    # A background save, with the memory of an earlier one. Unchanged pieces would be linked.
     for tensor in place.state.values():
         tensor.add_(1)
     saver = CheckpointSaver(in_background=True)
@@ -183,8 +183,8 @@ def measure_ours(place: SavedState) -> Seconds:
 
 
 def measure_dcp(place: SavedState, threads: int) -> Seconds:
-    """DCP's saves and its load of the same tensors."""
-    dcp: Any = importlib.import_module("torch.distributed.checkpoint")  # raced, and no exchange of ours
+    """Time DCP's saves and its load of the same tensors."""
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")  # raced here, not an exchange of ours
     root = place.empty("dcp")
     found: Seconds = {}
 
@@ -213,7 +213,7 @@ def measure_dcp(place: SavedState, threads: int) -> Seconds:
 
 
 def measure_in_memory(place: SavedState, folder: Path, threads: int) -> Seconds:
-    """A plain file in memory, our checkpoints there as those of a run of one rank, and DCP's."""
+    """Time a plain file in memory, our checkpoints there as in a run of one rank, and DCP's."""
     found: Seconds = {}
     path = emptied(folder / "plain") / "file"
     found["memory write"] = seconds_of(lambda: write_plainly(path, place.state))
@@ -249,13 +249,13 @@ def measure_in_memory(place: SavedState, folder: Path, threads: int) -> Seconds:
 
 
 def check_loaded(place: SavedState, loaded: State) -> None:
-    """Raises ValueError if a load did not bring what was saved."""
+    """Raise ValueError if the loaded state differs from the saved one."""
     for key, tensor in place.state.items():
         if not torch.equal(loaded[key], tensor):
             raise ValueError(f"{key} was not loaded as it was saved")
 
 
-# ---- parts of it -------------------------------------------------------------------------------------------
+# ---- pieces of a round -------------------------------------------------------------------------------------
 
 def seconds_of(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
@@ -284,7 +284,7 @@ def forget_folder(path: Path) -> None:
 
 
 def step_seconds(steps: int) -> float:
-    """Measures the mean seconds of a step."""
+    """Return the mean seconds of a step."""
     a = torch.ones(WIDTH, WIDTH)
 
     def step() -> None:
@@ -295,7 +295,7 @@ def step_seconds(steps: int) -> float:
 
 
 def steps_until(is_done: Callable[[], bool]) -> float:
-    """The seconds of a step, on average over the steps until then."""
+    """Run steps until is_done, and return their mean seconds."""
     found = [step_seconds(1)]
     while not is_done():
         found.append(step_seconds(1))
@@ -308,8 +308,8 @@ def steps_until(is_done: Callable[[], bool]) -> float:
 class Timing:
     """A row of the table.
 
-    of: what both sides do. base: measured seconds that theirs are compared with. is_rate: shown as GB/s: a
-    larger ratio to the base is better.
+    of: what both sides do. base: the measurement that theirs is compared with.
+    is_rate: shown as GB/s, where a higher ratio to the base is better.
     """
     what: str
     of: str
@@ -319,7 +319,7 @@ class Timing:
 
     @property
     def ours(self) -> str:
-        """The name of our seconds."""
+        """The name of our measurement."""
         return f"ours {self.of}"
 
     @property
@@ -339,7 +339,7 @@ TIMINGS = (
 
 
 def table_rows(seconds: Seconds, num_bytes: int) -> list[dict[str, str]]:
-    """The rows of the table, of what was measured. Rates count the bytes of the tensors."""
+    """Return the rows of the table. Rates count the bytes of the tensors."""
     rows: list[dict[str, str]] = []
     for line in TIMINGS:
         if line.ours not in seconds:

@@ -1,40 +1,40 @@
-"""How fast is it? Always beside something else, in one run.
+"""How fast is it? Always compared with something else, in one run.
 
     python -m scripts.bench step [--dtype bf16] [--ranks 2 --split tp]
                                  [--peers transformers,litgpt,nanogpt,picotron]
         full training steps, raced against peers
     python -m scripts.bench step --shape mixture --peers transformers,transformers+grouped --ours eager
-        the same of a mixture
+        the same for a mixture
     python -m scripts.bench step --device cuda [--minutes 9] [--table FILE]
         the large models on one GPU, each contestant with a time limit
     python -m scripts.bench first [--minutes 9] [--after FILE] [--out FOLDER]
-        a first meeting with a GPU: rates, steps, right or wrong, modelled beside measured
+        first contact with a GPU: rates, steps, right or wrong, modelled against measured
     python -m scripts.bench kernels [--dtype bf16]
-        each kernel on the CPU, beside the plain torch operations
+        each kernel on the CPU, against plain torch operations
     python -m scripts.bench model [SCENARIO ...] [--gpu h200] [--page FILE]
         the time of a large model's step on a GPU, modelled launch by launch; needs no GPU
     torchrun --standalone --nproc-per-node 2 -m scripts.bench machine [--out FILE]
         products, memory and links of this machine, for the planner's forecast
     python -m scripts.bench words [--ranks 8,16,32,64]
-        what ranks tell each other through the job's store, at a start, an end, a failure and a hang
+        traffic between ranks through the job's store, at a start, an end, a failure and a hang
     python -m scripts.bench watching [--ranks 2] [--steps 40]
-        what it costs a step to watch for faults: comparisons of replicas and times, leases, threads, probes
+        overhead of fault detection on a step: comparing replicas and times, leases, threads, probes
     python -m scripts.bench checkpoint [--parameters 5e7] [--out FOLDER]
-        saves and loads beside a plain copy, the disk's own rates, and torch.distributed.checkpoint
+        saves and loads, against a plain copy, the raw disk, and torch.distributed.checkpoint
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
     python -m scripts.bench chaos --rounds N [--seed S] [--layouts one,tp2-async] [--only K]
-        does it survive? Faults drawn by the seed in real runs of train.py
+        does it survive? Random seeded faults in real runs of train.py
 
-What the columns mean
+Columns
   wall x, cpu x   the baseline's time over this one's, above 1 is faster: medians over the rounds, each round
                   against the baseline's steps of the same round. CPU-seconds repeat to a few percent on a
-                  busy machine; wall does not.
+                  busy machine; wall time does not.
   floor           the step's matrix products alone (shapes and dtype of our step, nothing between them), raced
                   as a peer.
   class           A: bf16 compute, fp32 master weights, gradients and moments. B: everything in bf16.
                   fp32: everything in fp32.
-  peak            the largest resident memory of the process.
+  peak            peak resident memory of the process.
 """
 
 import argparse
@@ -61,9 +61,9 @@ COMMANDS = {
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     args = make_parser().parse_args(argv)
-    if args.command == "model":  # a process of its own: Triton must be there before the kernels are imported
+    if args.command == "model":  # a new process: Triton must be imported before the kernels
         return subprocess.run([sys.executable, "-m", "lab.benchmarks.step_model", *argv[1:]]).returncode
     if args.command == "first":  # the environment must be prepared: scripts/bench.py
         return importlib.import_module("lab.benchmarks.first").main(args)

@@ -1,4 +1,4 @@
-"""A corpus of random letters, for runs whose text does not matter."""
+"""A corpus of random letters, for runs in which the text does not matter."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from data.indexed import IndexedDatasetWriter
 from data.tokenizer import load_tokenizer
 
 LETTERS = (97, 123)  # a to z, as bytes
-DOCUMENT_LETTERS = (10, 60)  # letters of a document: at least, and fewer than
+DOCUMENT_LETTERS = (10, 60)  # length of a document: minimum, and exclusive maximum
 
 
 def write_corpus(home: Path, documents: int) -> str:
-    """A prefix (data.path) of documents of random letters, one token a letter."""
+    """Write documents of random letters, one token a letter, and return their prefix (data.path)."""
     tokenizer, stream = load_tokenizer("bytes"), np.random.default_rng(0)
     with IndexedDatasetWriter(home / "text", tokenizer.vocab) as writer:
         for _ in range(documents):

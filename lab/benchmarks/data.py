@@ -1,4 +1,4 @@
-"""The data path: the rate of the loader, the time to open 1e9 tokens, tokenizing beside sentencepiece."""
+"""The data path: the rate of the loader, the time to open 1e9 tokens, tokenizing against sentencepiece."""
 
 import argparse
 import resource
@@ -32,7 +32,7 @@ def make_row(what: str, figure: str, beside: str) -> dict[str, str]:
 
 
 def measure_loader() -> list[dict]:
-    """Tokens a second of microbatches(step), without the prefetch thread."""
+    """Return the tokens a second of microbatches(step), without the prefetch thread."""
     rows = []
     for seq, batch, masked in ((512, 4, False), (128, 16, False), (128, 16, True)):
         options = ["--train.seq_len", str(seq)]
@@ -55,7 +55,7 @@ def measure_loader() -> list[dict]:
 
 
 def measure_opening() -> dict:
-    """Seconds and memory to open a sparse .bin of 1e9 tokens in 1e6 documents with its sample order."""
+    """Return the seconds and memory to open a sparse .bin of 1e9 tokens in 1e6 documents and its order."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "big"
         write_sparse_dataset(prefix, num_documents=10**6)
@@ -75,7 +75,7 @@ def measure_opening() -> dict:
 
 
 def write_sparse_dataset(prefix: Path, num_documents: int) -> None:
-    """Writes PREFIX.bin and PREFIX.idx (data/indexed.py): 1e9 tokens of 2 bytes, documents of one length."""
+    """Write PREFIX.bin and PREFIX.idx (data/indexed.py): 1e9 tokens of 2 bytes, documents of equal length."""
     length = BILLION // num_documents
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, num_documents, num_documents + 1)
     lengths = np.full(num_documents, length, "<i4")
@@ -91,7 +91,7 @@ def write_sparse_dataset(prefix: Path, num_documents: int) -> None:
 
 
 def measure_tokenizing() -> list[dict]:
-    """The rate of scripts.prepare_data with 1 and 2 workers, beside sentencepiece's own encode.
+    """Return the rate of scripts.prepare_data with 1 and 2 workers, and of sentencepiece's own encode.
 
     All read the same texts.
     """
@@ -127,11 +127,11 @@ def measure_tokenizing() -> list[dict]:
 
 
 def peak_kib() -> int:
-    """Returns the largest resident memory of this process so far, in KiB."""
+    """Return the peak resident memory of this process so far, in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU seconds of this process and of its children that have ended."""
+    """Return the CPU seconds of this process and of its finished children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,8 +1,8 @@
-"""Do the verbs of parallel/wire/comm.py work here, with every dtype? Over NCCL, or over gloo on a CPU.
+"""Do the collectives of parallel/wire/comm.py work here, with every dtype? Over NCCL, or over gloo on a CPU.
 
-Each verb runs at once and, where comm.py can start it, started and awaited, with the clock that train.py
-uses; results are compared with what each rank must get. A world of one takes no short cut: its group says
-that its size is not 1 (Alone), so the exchange goes through the library. Rank 0 reports the rows.
+Each is called synchronously and, where comm.py supports it, asynchronously, with the clock that train.py
+uses; results are compared with what each rank must receive. A world of one takes no shortcut: its group
+claims a size other than 1 (Alone), so the exchange goes through the library. Rank 0 reports the rows.
 """
 
 import traceback
@@ -19,15 +19,15 @@ from parallel.wire.comm import Group
 from parallel.wire.world import World, join_alone, join_job, leave_job
 
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
-MOVED = (*NUMBERS, torch.int8, torch.bool)  # those that are sent, and not summed
-ROWS = 1000  # of a message: not a power of two
+MOVED = (*NUMBERS, torch.int8, torch.bool)  # dtypes that are sent, but not summed
+ROWS = 1000  # of a message; not a power of two
 WIDTH = 24
 TIMEOUT_S = 20.0
 NAMED = ("row", "starting")
 
 
 class Alone(int):
-    """One, in arithmetic; not equal to one, and larger, where comm.py leaves a group of one rank out."""
+    """One in arithmetic, but compares as larger than one, because comm.py skips groups of one rank."""
 
     def __eq__(self, other: object) -> bool:
         return False
@@ -40,7 +40,7 @@ class Alone(int):
 
 @dataclass(frozen=True)
 class OneRankGroup(Group):
-    """A group of one rank whose exchanges are real."""
+    """A group of one rank that still communicates."""
 
     @property
     def size(self) -> int:
@@ -49,13 +49,13 @@ class OneRankGroup(Group):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs."""
+    """The device and group of a check."""
 
     group: Group
     device: torch.device
 
     def message(self, rank: int, dtype: torch.dtype, parts: int = 1) -> Tensor:
-        """The message of `rank`: [parts * ROWS, WIDTH] of small numbers that all dtypes hold."""
+        """Return the message of `rank`: [parts * ROWS, WIDTH] of small numbers that all dtypes represent."""
         count = torch.arange(parts * ROWS * WIDTH, device=self.device).view(-1, WIDTH)
         return ((count + 5 * rank) % 7).to(dtype)
 
@@ -103,7 +103,7 @@ def reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def started_reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Into this rank's own part of the message, as ZeRO does it."""
+    """Reduce-scatter into this rank's part of the message, as ZeRO does."""
     parts = place.num_ranks
     message = place.message(place.group.index, dtype, parts)
     got = comm.start_reduce_scatter(message, place.group, own_part(message, place)).wait()
@@ -111,7 +111,7 @@ def started_reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def all_gather_each(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two messages at once, each gathered by itself: as sequence parallelism gathers a batch."""
+    """All-gather two messages concurrently, each by itself, as sequence parallelism gathers a batch."""
     message, expected = messages_to_gather(place, dtype)
     return comm.all_gather_each(message, place.group), expected
 
@@ -122,7 +122,7 @@ def started_all_gather_each(place: Place, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def messages_to_gather(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(two messages of this rank [2, ROWS, WIDTH], those of all ranks, side by side along dim 1)."""
+    """Return (two messages of this rank [2, ROWS, WIDTH], those of all ranks concatenated along dim 1)."""
     pairs = [message.view(2, ROWS, WIDTH) for message in place.messages(dtype, parts=2)]
     return pairs[place.group.index], torch.cat(pairs, 1)
 
@@ -138,7 +138,7 @@ def started_reduce_scatter_each(place: Place, dtype: torch.dtype) -> tuple[Tenso
 
 
 def messages_to_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(two messages of this rank [2, ranks * ROWS, WIDTH], its part of their sums [2, ROWS, WIDTH])."""
+    """Return (this rank's two messages [2, ranks * ROWS, WIDTH], its part of their sums [2, ROWS, WIDTH])."""
     messages = place.messages(dtype, parts=2 * place.num_ranks)
     total = sum_of(messages).view(2, place.num_ranks, ROWS, WIDTH)
     message = messages[place.group.index].view(2, -1, WIDTH)
@@ -154,7 +154,7 @@ def all_to_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def started_all_to_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rank r sends 3 r + i + 1 rows to rank i."""
+    """All-to-all in which rank r sends 3 r + i + 1 rows to rank i."""
     ranks = range(place.num_ranks)
 
     def rows(source: int, target: int) -> int:
@@ -180,7 +180,7 @@ def broadcast(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def transfers(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """To the next rank and from the one before, and back: two sends and two receives at once."""
+    """Exchange with the next and the previous rank: two sends and two receives at once."""
     index, size = place.group.index, place.num_ranks
     after, before = (index + 1) % size, (index - 1) % size
     message = place.message(index, dtype)
@@ -201,13 +201,13 @@ def largest(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def objects(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Plain data of each rank, which travel on the host."""
+    """All-gather Python objects, which travel via the host."""
     got = comm.all_gather_objects({"rank": place.group.index}, place.group)
     return torch.tensor([one["rank"] for one in got]), torch.arange(place.num_ranks)
 
 
 def objects_of_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Plain data of each rank, of different lengths, which the first rank alone receives."""
+    """Gather Python objects of different lengths on the first rank only."""
     index = place.group.index
     own_words = ["x"] * index
     received = comm.gather_objects([*own_words, index], place.group)
@@ -218,14 +218,14 @@ def objects_of_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def object_of_one(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Plain data of the last rank, which all receive."""
+    """Broadcast a Python object from the last rank."""
     last = place.num_ranks - 1
     got = comm.broadcast_object({"rank": place.group.index}, place.group, source=last)
     return torch.tensor([got["rank"]]), torch.tensor([last])
 
 
 def bytes_of_one(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Bytes of the last rank, which all receive."""
+    """Broadcast bytes from the last rank."""
     last = place.num_ranks - 1
     sent = bytes(range(256)) if place.group.index == last else b""
     got = comm.broadcast_bytes(sent, place.group, source=last)
@@ -257,11 +257,11 @@ CHECKS: dict[str, tuple[Check, tuple[torch.dtype, ...]]] = {
     "object, from one": (object_of_one, (torch.int64,)),
     "object of bytes, from one": (bytes_of_one, (torch.int64,)),
 }
-NEEDS_A_PEER = {"cpu": {"sends and receives"}, "cuda": set()}  # gloo does not send to its own rank
+NEEDS_A_PEER = {"cpu": {"sends and receives"}, "cuda": set()}  # gloo cannot send to its own rank
 
 
 def run_checks(place: Place, report: Report, done: frozenset[str] = frozenset()) -> None:
-    """Reports a row for each verb: how many dtypes came out right, and what went wrong with the others."""
+    """Report a row for each collective: how many dtypes passed, and what went wrong with the others."""
     for name, (check, dtypes) in CHECKS.items():
         if name in done:
             continue
@@ -292,7 +292,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def join(device: torch.device, rank: int, size: int, meet: str) -> Place:
-    """The whole job as a group. meet: a file through which the ranks find each other."""
+    """Initialize the process group of the whole job. The ranks rendezvous via the file `meet`."""
     if size == 1:
         join_alone(device.type)
         world = World(0, 1, device)
@@ -309,7 +309,7 @@ def join(device: torch.device, rank: int, size: int, meet: str) -> Place:
 def report_exchanges(
     report: Report, done: frozenset[str], *, device: str, rank: int, world: int, meet: str
 ) -> None:
-    """One rank of a world. Rank 0 reports the rows."""
+    """Check the exchanges as one rank of a world. Rank 0 reports the rows."""
     at = torch.device(device)
     if device == "cuda":
         at = torch.device("cuda", rank)
@@ -324,6 +324,6 @@ def report_exchanges(
     report(starting="joining")
     place = join(at, rank, world, meet)
     names = frozenset(name.removeprefix(prefix) for name in done)
-    run_checks(place, report_of_first, names if world == 1 else frozenset())  # ranks check the same
+    run_checks(place, report_of_first, names if world == 1 else frozenset())  # all ranks run the same checks
     report(starting="leaving")
     leave_job()

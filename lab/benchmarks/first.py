@@ -1,24 +1,24 @@
-"""A first meeting with a GPU: how fast, right or wrong, and where the time goes, in the order of worth.
+"""First contact with a GPU: how fast, right or wrong, and where the time goes, most valuable results first.
 
     python -m scripts.bench first --minutes 9 --site SITE --out OUT
     python -m scripts.bench first --minutes 9 --site SITE --out OUT2 --after OUT/first.tar.gz
-                                                          goes on where the first call ended
+                                                          continues where the first call ended
     python -m scripts.bench first --plan --card-gb 80     the order, times and layers; needs no GPU
     python -m scripts.bench first --device cpu --tiny --minutes 4        a rehearsal, interpreted kernels
 
-lab/benchmarks/first_plan.py has the sections in their order. This process imports everything and touches no
-GPU; it forks a child a job (lab/benchmarks/jobs.py). Rows are written to OUT/first.jsonl as they come; the
-table is OUT/first.md, and OUT/first.tar.gz has both, with the logs of what was wrong. All are there also
-where the run is ended by SIGTERM.
+lab/benchmarks/first_plan.py lists the sections in order. This process imports everything without touching the
+GPU, and forks a child for each job (lab/benchmarks/jobs.py). Rows are written to OUT/first.jsonl as they
+come; the table is OUT/first.md, and OUT/first.tar.gz contains both, with the logs of failures. All are
+written even if SIGTERM ends the run.
 
     ok         measured, or right
     wrong      beyond its bound, crashed, or hung longer than its own limit
-    no time    never begun, or ended only because the minutes were over
-    absent     a package, a chip or memory that is not there; the row says which
+    no time    not started, or stopped only because the minutes were over
+    absent     a missing package, chip or memory; the row says which
 
-A section may take a multiple of its expected time; what it did not reach comes after all the others, in the
-time that is left. --after takes the rows that are ok from an earlier call on the same card, and runs the
-others. The exit code is 1 if a row is wrong.
+A section may take a multiple of its expected time; what it did not reach is retried after all the others, in
+the remaining time. --after takes over the ok rows of an earlier call on the same card, and runs the rest. The
+exit code is 1 if a row is wrong.
 """
 
 import argparse
@@ -53,8 +53,8 @@ CARD = "card"  # the section of the first row
 
 @dataclass
 class Results:
-    """The rows of this call and of those before it. complete: (section, job) that need not run again.
-    planned: {section: its jobs}, of those that were reached.
+    """The rows of this call and of earlier ones. complete: (section, job) pairs to skip.
+    planned: {section: its jobs} for the sections reached.
     """
 
     rows: list[dict] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Results:
     planned: dict[str, list[str]] = field(default_factory=dict)
 
     def done(self, section: str) -> dict[str, frozenset[str]]:
-        """{job: names of its rows}."""
+        """Return {job: names of its rows}."""
         names: dict[str, set[str]] = {}
         for row in self.rows:
             if row["section"] == section:
@@ -70,7 +70,7 @@ class Results:
         return {job: frozenset(rows) for job, rows in names.items()}
 
     def add(self, message: dict) -> bool:
-        """Takes a row, or the end of a job; returns whether it is a row."""
+        """Store a row, or the end of a job, and return whether it is a row."""
         if "complete" in message:
             self.complete.add((message["section"], message["job"]))
             return False
@@ -79,7 +79,7 @@ class Results:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     started = time.monotonic()
     if args.plan:
         memory = args.card_gb * card.GIB if args.card_gb else card.describe_machine(args.device).memory_bytes
@@ -113,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
                 rows = run_sections(
                     args, sections, machine, results, scratch=Path(scratch), logs=out / "logs", end=end
                 )
-                with closing(rows):  # ends what runs, however this loop ends
+                with closing(rows):  # stops all jobs, however this loop ends
                     for message in rows:
                         is_row = results.add(message)
                         file.write(json.dumps(message) + "\n")
@@ -132,7 +132,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def chosen_sections(only: str) -> list[Section]:
-    """Raises ConfigError for a name that is none."""
+    """Return the sections by name. Raises ConfigError for an unknown name."""
     names = [name for name in only.split(",") if name]
     known = [section.name for section in SECTIONS]
     for name in names:
@@ -155,7 +155,7 @@ def run_sections(
     logs: Path,
     end: float,
 ) -> Generator[dict, None, None]:
-    """Yields rows, and ends of jobs: each section in its box, then what is missing, while time is left."""
+    """Yield rows and ends of jobs: each section within its time, then what is missing while time is left."""
 
     def seconds_left() -> float:
         return end - time.monotonic()
@@ -177,7 +177,7 @@ def run_sections(
     )
 
     expected = sum(section.expected_s for section in sections)
-    scale = seconds_left() / expected if args.tiny else 1.0  # a rehearsal meets every section
+    scale = seconds_left() / expected if args.tiny else 1.0  # a rehearsal visits every section
     only = [name for name in args.only.split(",") if "/" in name]
     for is_boxed in (True, False):
         for pool in pools_of(sections):
@@ -198,7 +198,7 @@ def run_sections(
 
 
 def meet_card(args: argparse.Namespace, logs: Path) -> tuple[JobPlace, list[dict]]:
-    """Returns the place where jobs run, and the rows that describe the card: the last one counts."""
+    """Return where jobs run, and rows that describe the card; the last one counts."""
     place = JobPlace(multiprocessing.get_context(args.start), logs)
     rows = rows_of_card(args.device, place)
     if rows[-1]["state"] != "ok" and args.start == "fork":
@@ -218,9 +218,10 @@ def jobs_at_once(device: str, machine: card.GpuMachine) -> int:
 def jobs_of_pool(
     pool: list[Section], run: FirstRun, only: list[str], results: Results
 ) -> tuple[dict[str, str], list[ForkedJob]]:
-    """Returns {job: its section}, and the jobs that are not complete, the sections taking turns.
+    """Return {job: its section}, and the incomplete jobs, alternating between sections.
 
-    only: SECTION/JOB; a section that they name runs these jobs alone. Notes in `results` what is planned.
+    `only` lists SECTION/JOB; a section named there runs only these jobs. Records the planned jobs in
+    `results`.
     """
     divided = {name.partition("/")[0] for name in only}
     section_of: dict[str, str] = {}
@@ -236,7 +237,7 @@ def jobs_of_pool(
 
 
 def pools_of(sections: list[Section]) -> list[list[Section]]:
-    """Sections that run one after another, and those that share a pool of processes."""
+    """Return the pools: sections that share processes are in one pool, and pools run one after another."""
     pools: list[list[Section]] = []
     for section in sections:
         if section.shares_pool and pools and pools[-1][0].beside:
@@ -247,7 +248,7 @@ def pools_of(sections: list[Section]) -> list[list[Section]]:
 
 
 def num_together(section: Section, run: FirstRun) -> int:
-    """Ranks of one world run beside each other; what is timed runs alone."""
+    """Return how many jobs run at a time: the ranks of a world are concurrent, timed jobs run alone."""
     if section.kind == "exchanges":
         return max(2, run.machine.num_gpus)
     return run.jobs if section.beside else 1
@@ -259,7 +260,7 @@ def rows_of_card(device: str, place: JobPlace) -> list[dict]:
 
 
 def rows_without_time(sections: list[Section], results: Results) -> Iterator[dict]:
-    """A row for each section that is not complete."""
+    """Yield a row for each incomplete section."""
     for section in sections:
         planned = results.planned.get(section.name)
         lost = [job for job in planned or () if (section.name, job) not in results.complete]
@@ -278,16 +279,16 @@ def rows_without_time(sections: list[Section], results: Results) -> Iterator[dic
 
 
 def pack(out: Path) -> None:
-    """Writes the tar: the rows, the table, the logs of what was not ok."""
+    """Write the tar with the rows, the table and the logs of failures."""
     with tarfile.open(out / "first.tar.gz", "w:gz") as tar:
         for path in (out / "first.jsonl", out / "first.md", *sorted((out / "logs").glob("*.log"))):
             tar.add(path, path.relative_to(out).as_posix())
 
 
 def results_before(path: str, name_of_card: str) -> Results:
-    """The rows that are ok, of a first.jsonl or of the tar with it.
+    """Read the ok rows of a first.jsonl, or of the tar that contains it.
 
-    Raises ConfigError where it cannot be read, or is of another card.
+    Raises ConfigError if it is unreadable, or of another card.
     """
     try:
         if path.endswith((".tar.gz", ".tgz")):

@@ -1,4 +1,4 @@
-"""The environment of `scripts.bench first`: what must stand before torch and Triton are imported."""
+"""The environment of `scripts.bench first`, which must be set before torch and Triton are imported."""
 
 import contextlib
 import importlib
@@ -9,7 +9,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[2] / "tests"
 FIRST = {
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # to ask for GPUs must not open one: forked processes do
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # querying GPUs must not initialize CUDA; forked processes do
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -17,7 +17,7 @@ ON_A_CPU = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
 def prepare(argv: Sequence[str]) -> None:
-    """argv: of scripts.bench. Of all commands `first` alone needs it."""
+    """Prepare the process for the arguments of scripts.bench. Only `first` needs it."""
     if argv[:1] != ["first"]:
         return
     words = " ".join(argv).replace("=", " ")
@@ -26,6 +26,6 @@ def prepare(argv: Sequence[str]) -> None:
         os.environ.setdefault(name, value)
     importlib.import_module("runtime")  # before torch
     sys.path.insert(0, str(TESTS))
-    with contextlib.suppress(ModuleNotFoundError):  # without Triton the rows of kernels say so
+    with contextlib.suppress(ModuleNotFoundError):  # without Triton, the rows of kernels report it
         # before the kernels, which import Triton only where they will run
         importlib.import_module("interpreter" if is_on_cpu else "triton")

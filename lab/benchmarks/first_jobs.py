@@ -1,4 +1,4 @@
-"""The jobs of `scripts.bench first`: what a forked process does for each section of its plan."""
+"""The jobs of `scripts.bench first`: what a forked process does for each section of the plan."""
 
 import gc
 import importlib.util
@@ -31,23 +31,23 @@ from plan.record.rates import Work
 from runtime.setup import peak_flops_of_gpu
 
 ROOT = Path(__file__).parents[2]
-MEMORY_SHARE = 0.9  # of the GPU, for all jobs beside each other
+MEMORY_SHARE = 0.9  # of the GPU, for all concurrent jobs
 PROFILED_STEPS = 2
 LIMIT_S = {"rates": 60.0, "kernels": 60.0, "models": 90.0, "modelled": 90.0, "exchanges": 40.0, "step": 75.0}
 TINY_LIMIT_S = 120.0  # kernels are interpreted
-ABSENT = (  # of a contestant that cannot be here
+ABSENT = (  # errors of a contestant that cannot run here
     "not installed",
     "needs a GPU",
     "has no graphs",
     "has no fp8",
     "no attention over packed",
 )
-IN_PROCESSES_OF_THEIR_OWN = {"graphs", "libraries"}  # of ours: they need another environment
+IN_PROCESSES_OF_THEIR_OWN = {"graphs", "libraries"}  # ours with another environment
 
 
 @dataclass(frozen=True)
 class FirstRun:
-    """jobs: how many beside each other. chip: what the step model asks of the GPU. tests: a folder."""
+    """jobs: number of concurrent jobs. chip: the GPU of the step model. tests: a folder."""
 
     device: str
     is_tiny: bool
@@ -71,7 +71,7 @@ def jobs_of(section: Section, run: FirstRun) -> list[ForkedJob]:
 
 
 def use_own_kernels(device: str, share: float) -> None:
-    """Triton's kernels run in this process: interpreted on a CPU, with a share of the memory on a GPU."""
+    """Run Triton's kernels in this process: interpreted on a CPU, with a fraction of the memory on a GPU."""
     if device == "cpu":
         interpret_kernels()
     else:
@@ -86,7 +86,7 @@ def card_job(device: str) -> ForkedJob:
 
 
 def report_card(report: Report, done: frozenset[str], *, device: str) -> None:
-    """Whether a process of this run can use the GPU, and what the GPU is."""
+    """Report whether a process of this run can use the GPU, and describe the GPU."""
     report(starting="card")
     if device == "cpu":
         report(row="card", state="ok", **asdict(CHIPS["h200"]))
@@ -120,7 +120,7 @@ def report_rates(report: Report, done: frozenset[str], *, run: FirstRun) -> None
 
 
 def kernels_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
-    """A job for each file with tests marked gpu."""
+    """Return a job for each file with tests marked gpu."""
     jobs = []
     for file in files_of_tests(run.tests):
         test = partial(report_tests, file=str(file), run=run)
@@ -129,7 +129,7 @@ def kernels_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
 
 
 def files_of_tests(folder: str) -> list[Path]:
-    """Those with tests marked gpu. Raises ConfigError without one."""
+    """Return the files with tests marked gpu. Raises ConfigError if there are none."""
     files = sorted((ROOT / folder).glob("test_*.py"))
     marked = [file for file in files if "mark.gpu" in file.read_text()]
     if not marked:
@@ -138,7 +138,7 @@ def files_of_tests(folder: str) -> list[Path]:
 
 
 def report_tests(report: Report, done: frozenset[str], *, file: str, run: FirstRun) -> None:
-    """Runs the tests marked gpu of a file, a row for each."""
+    """Run a file's tests marked gpu, with a row for each."""
     if run.site:
         sys.path.append(run.site)
     options = ["-m", "gpu", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:randomly"]
@@ -146,13 +146,13 @@ def report_tests(report: Report, done: frozenset[str], *, file: str, run: FirstR
     rows = TestRows(Path(file).name, report, done)
     code = pytest.main([file, *options, *share, f"--rootdir={ROOT}"], plugins=[rows])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED and rows.num_found:
-        return  # all of them are done
+        return  # all done already
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise RuntimeError(f"pytest ended with {pytest.ExitCode(code).name}")
 
 
 class TestRows:
-    """A plugin of pytest: reports a row for each test, and leaves out those that are done."""
+    """A pytest plugin that reports a row for each test and deselects those already done."""
 
     __test__ = False
 
@@ -164,7 +164,7 @@ class TestRows:
         self.row: dict = {}
 
     def name_of(self, nodeid: str) -> str:
-        """test_norm.py::test_x[1], wherever the file is."""
+        """Return test_norm.py::test_x[1], without the folder of the file."""
         return f"{self.file}::{nodeid.partition('::')[2]}"
 
     @pytest.hookimpl(trylast=True)  # after -m
@@ -207,18 +207,18 @@ def models_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
 
 def report_small_model(report: Report, done: frozenset[str], *, name: str, run: FirstRun) -> None:
     use_own_kernels(run.device, run.memory_share)
-    folder = Path(tempfile.mkdtemp(dir=run.scratch))  # one that was ended left a run behind
+    folder = Path(tempfile.mkdtemp(dir=run.scratch))  # an aborted job may have left a run behind
     small_models.report_model(report, name, run.device, run.is_tiny, folder)
 
 
 def corpus_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
-    """Makes the corpus that all small models read, before they run beside each other."""
+    """Return the job that makes the corpus, before all small models that read it run concurrently."""
     work = partial(small_models.report_corpus, device=run.device)
     return [ForkedJob("corpus", work, run.limit_s("models"))]
 
 
 def exchanges_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
-    """A world of one, and one of a rank a GPU; on a CPU of two ranks."""
+    """Return a job for a world of one, and one for a world with a rank per GPU, or two ranks on a CPU."""
     num_ranks = run.machine.num_gpus if run.device == "cuda" else 2
     jobs = []
     for world in sorted({1, num_ranks}):
@@ -237,7 +237,7 @@ def exchanges_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
 
 
 def step_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
-    """One contestant, and the same with fewer layers, for where memory does not suffice."""
+    """Return a job for one contestant, with fewer layers as the alternative if memory does not suffice."""
     shape = fitted_shape(section.model, section.contestant, run.machine.memory_bytes, run.is_tiny)
     if shape is None:
         return [ForkedJob(section.name, partial(report_absence, name=section.name), 60.0)]
@@ -260,7 +260,7 @@ def report_absence(report: Report, done: frozenset[str], *, name: str) -> None:
 def report_step(
     report: Report, done: frozenset[str], *, section: Section, run: FirstRun, shape: Shape, note: str
 ) -> None:
-    """Measures a contestant, and reports its row."""
+    """Measure a contestant and report its row."""
     report(starting=section.name)
     base, *flags = section.contestant.split("+")
     num_steps = card.GPU_STEPS if run.device == "cuda" else card.CPU_STEPS
@@ -307,7 +307,7 @@ def measure_here(report: Report, name: str, settings: dict) -> dict:
 
 
 def measure_in_process(report: Report, name: str, settings: dict, site: str) -> dict:
-    """A process in this one's session, which ends with it."""
+    """Measure a contestant in a child process of this session, which ends with it."""
     command = [sys.executable, "-m", "lab.benchmarks.contestant", name, json.dumps(settings)]
     env = card.environment_of(name, site)
     first = None
@@ -325,7 +325,7 @@ def measure_in_process(report: Report, name: str, settings: dict, site: str) -> 
 
 
 def absent_libraries(site: str) -> dict | None:
-    """Why no library of a site folder can be used here. None: one can."""
+    """Return why no library of a site folder can be used here, or None if one can."""
     if not site:
         return {"problem": "not installed: --site names no folder with attention libraries"}
     names = {library.module.partition(".")[0] for library in LIBRARIES} - {"torch", "kernels"}
@@ -347,7 +347,7 @@ def modelled_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
 def report_modelled(
     report: Report, done: frozenset[str], *, step: str, scenario: str, run: FirstRun
 ) -> None:
-    """Counts FLOPs and bytes of the step's launches; measured rates turn them into time (measured.py)."""
+    """Count FLOPs and bytes of the step's launches; measured rates convert them to time (measured.py)."""
     row = f"model of {step}"
     report(starting=row)
     model, _, name = step.partition(" ")

@@ -1,4 +1,4 @@
-"""The sections of `scripts.bench first`, in the order of truth per second, and the shapes that fit a card."""
+"""The sections of `scripts.bench first`, most information a second first, and the shapes that fit a card."""
 
 from dataclasses import dataclass, replace
 
@@ -7,17 +7,17 @@ from lab.benchmarks.markdown import markdown_table
 
 START_S = 20.0  # imports from a cold disk
 RESERVE_S = 5.0  # for the table and the tar
-MOST_JOBS = 8  # beside each other on a GPU
-JOB_BYTES = 8 * GIB  # that a test of a kernel may take
-SLACK = {True: 1.5, False: 3.0}  # {beside: a section's box over its expected time}; a lone job is not cut
+MOST_JOBS = 8  # concurrently on a GPU
+JOB_BYTES = 8 * GIB  # upper limit of a kernel test
+SLACK = {True: 1.5, False: 3.0}  # {beside: time limit over expected time}; a lone job is not cut off
 
 
 @dataclass(frozen=True)
 class Section:
     """Rows of one kind.
 
-    expected_s: on an H100, an estimate. beside: several jobs at once. shares_pool: with the section before.
-    model, contestant: of a step.
+    expected_s: an estimate for an H100. beside: whether jobs run concurrently.
+    shares_pool: with the previous section. model, contestant: for a step.
     """
 
     name: str
@@ -81,12 +81,12 @@ SCENARIOS = {  # {section: scenario of the step model}
 
 
 def jobs_beside(memory_bytes: int, cores: int) -> int:
-    """How many processes share the GPU: by its memory, and by the host's cores."""
+    """Return how many processes share the GPU, limited by its memory and by the host's cores."""
     return max(1, min(MOST_JOBS, memory_bytes // JOB_BYTES, cores // 2))
 
 
 def plan_text(memory_bytes: int, minutes: float, is_tiny: bool = False) -> str:
-    """The order, the expected time, and of each step the layers and the planned memory."""
+    """Return the order and expected time of the sections, with layers and planned memory of each step."""
     seconds = START_S
     rows = []
     for section in SECTIONS:

@@ -1,4 +1,4 @@
-"""The table of `scripts.bench first`: Markdown text, and a line for whoever watches."""
+"""The table of `scripts.bench first`: Markdown, and progress lines."""
 
 import time
 from collections import Counter
@@ -10,11 +10,11 @@ from lab.benchmarks.markdown import markdown_table
 from lab.benchmarks.measured import compare, measured_rates
 
 STATES = ("wrong", "no time", "absent", "ok")
-MOST_GAPS = 5  # components that a scenario shows
+MOST_GAPS = 5  # components shown for a scenario
 
 
 def cells_of(row: Mapping) -> dict[str, str]:
-    """One row: every column that some kind of row has; what is empty everywhere is left out."""
+    """Return the nonempty cells of a row of any kind, {column: text}."""
     cells = {"row": row["row"], "state": row["state"]}
     if "value" in row:
         cells["rate"] = f"{row['value']:.4g} {row['unit']}"
@@ -39,7 +39,7 @@ def progress_line(row: Mapping) -> str:
 
 
 def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> str:
-    """Wrong rows come first, then modelled beside measured, then a table for each kind of section."""
+    """Return the Markdown: wrong rows first, then modelled against measured, then a table per section."""
     count = Counter(row["state"] for row in rows)
     summary = ", ".join(f"{count[state]} {state}" for state in STATES)
     where = ", ".join(f"{name} {value}" for name, value in facts.items() if value)
@@ -62,7 +62,7 @@ def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> st
 
 
 def compared_lines(rows: Iterable[Mapping]) -> list[str]:
-    """Each scenario that was modelled and measured, and its largest gaps."""
+    """Return each scenario that was both modelled and measured, with its largest gaps."""
     rates = measured_rates(row for row in rows if row["section"] == "rates")
     modelled = {row["step"]: row for row in rows if row["section"] == "modelled" and row["state"] == "ok"}
     steps, gaps = [], []

@@ -1,6 +1,6 @@
-"""Triton's kernels in its interpreter: what a GPU does, rehearsed on a CPU.
+"""Triton's kernels in its interpreter: a rehearsal on a CPU of what a GPU does.
 
-Tiles are as small as the tensor cores allow: the interpreter takes as long for a tile that is mostly empty.
+Tiles are as small as tensor cores allow, because the interpreter takes as long for a mostly empty tile.
 """
 
 import importlib
@@ -19,8 +19,8 @@ SMALL_TILES = (  # (module of kernels/, its table, tile)
 
 
 def interpret_kernels() -> None:
-    """Makes the public functions of kernels/ run their Triton kernels on a CPU, in this process."""
-    importlib.import_module("interpreter")  # of tests/: it repairs Triton's
+    """Make the public functions of kernels/ run their Triton kernels on a CPU, in this process."""
+    importlib.import_module("interpreter")  # in tests/; it fixes Triton's interpreter
     kernels = importlib.import_module("kernels.triton_")
     kernels.DEVICES = ("cpu",)
     for module, table, tile in SMALL_TILES:

@@ -1,7 +1,7 @@
 """Jobs in forked processes: the parent has imported what they need, and has not touched the GPU.
 
-A job reports rows as it comes to them. One that crashes, or says nothing for longer than its limit, costs
-its own time alone: what it was doing gets a row, and a new process goes on behind that.
+A job reports each row as soon as it is done. A crash, or silence for longer than its limit, only costs its
+own time: the row in progress is reported as failed, and a new process continues after it.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import torch
 from lab.benchmarks.process import last_error_line
 
 POLL_S = 0.05
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 OUT_OF_MEMORY = "out of memory"
 Report = Callable[..., None]
 
@@ -32,10 +32,10 @@ Report = Callable[..., None]
 class ForkedJob:
     """Rows that one process reports: run(report, done).
 
-    run: calls report(starting=NAME) before a row, and report(row=NAME, state=..., ...) for it. It leaves out
-    the rows in `done`; a job of one row has its name, and is left out as a whole. limit_s: how long it may
-    say nothing. alternative: runs in its place where memory was too small. goes_on: a new process does what
-    is behind a row that crashed or hung.
+    run: calls report(starting=NAME) before a row, and report(row=NAME, state=..., ...) after it. It skips the
+        rows in `done`; a job with a single row is named after it and is skipped as a whole.
+    limit_s: the longest silence. alternative: the job to run instead after running out of memory.
+    goes_on: whether a new process continues after a row that crashed or hung.
     """
 
     name: str
@@ -47,21 +47,21 @@ class ForkedJob:
 
 @dataclass(frozen=True)
 class JobPlace:
-    """How processes start (of multiprocessing), and the folder of what they write."""
+    """How processes start (multiprocessing's context), and the folder for their output."""
 
     context: BaseContext
     logs: Path
 
 
 def die_with_parent() -> None:
-    """Linux kills this process when its parent is gone, however that ended."""
+    """Let Linux kill this process when its parent dies, for whatever reason."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_in_child(job: ForkedJob, done: frozenset[str], messages: str, log: str) -> None:
-    """The whole life of a job's process: it leads a session, so that all that it starts can be ended."""
+    """Run a job in its process, as the leader of a session, so that all its children can be killed."""
     os.setsid()
     die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -82,11 +82,11 @@ def run_in_child(job: ForkedJob, done: frozenset[str], messages: str, log: str) 
             traceback.print_exc()
             code = 1
     sys.stdout.flush()
-    os._exit(code)  # do not wait for a library's threads and exit hooks
+    os._exit(code)  # skip the exit hooks and threads of libraries
 
 
 def begin_again_if_lost(report: Report) -> None:
-    """After an illegal access the GPU takes no more calls of this process: a new one goes on."""
+    """Ask for a new process after an illegal access, since CUDA rejects all later calls of this one."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -96,15 +96,15 @@ def begin_again_if_lost(report: Report) -> None:
 
 
 class RunningJob:
-    """A started job. is_wrong: whether a row of it was, in a process before this one."""
+    """A started job. is_wrong: whether one of its rows in an earlier process was wrong."""
 
     def __init__(self, job: ForkedJob, done: frozenset[str], is_wrong: bool, place: JobPlace) -> None:
         self.job = job
         self.done = done
         self.is_wrong = is_wrong
-        self.doing = ""  # the row that was begun and has not come
+        self.doing = ""  # the row in progress
         self.is_complete = False
-        self.again = False  # it asked for a new process
+        self.again = False  # a new process was requested
         self.read = 0
         self.last = time.monotonic()
         stem = job.name.replace("/", "-").replace(" ", "-")
@@ -118,7 +118,7 @@ class RunningJob:
         self.process.start()
 
     def new_rows(self) -> Iterator[dict]:
-        """The rows that have come since the last call."""
+        """Yield the rows since the last call."""
         with self.messages.open() as file:
             file.seek(self.read)
             text = file.read()
@@ -140,15 +140,15 @@ class RunningJob:
         return time.monotonic() - self.last >= self.job.limit_s
 
     def kill(self) -> None:
-        """Ends the whole session, and waits for the process."""
+        """Kill the whole session, and reap the process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # also where it has not yet made its session
+        self.process.kill()  # even if it has not created its session yet
         self.process.join()
         self.messages.unlink(missing_ok=True)
 
     def lost_row(self, problem: str) -> dict:
-        """The row of what it was doing when it ended."""
+        """Return the row that was in progress when it ended."""
         name = self.doing or self.job.name
         self.done |= {name}
         self.is_wrong = True
@@ -170,10 +170,10 @@ def run_jobs(
     seconds_left: Callable[[], float],
     done: Mapping[str, frozenset[str]],
 ) -> Generator[dict, None, None]:
-    """Runs jobs, at most `most` beside each other; yields their rows, and {"job", "complete"} of each.
+    """Run jobs, at most `most` at a time, and yield their rows, and {"job", "complete"} for each.
 
-    done: {job: rows that it leaves out}. When no seconds are left all are ended, without a row: what is
-    missing had no time. If the caller stops early, or is interrupted, all are ended.
+    `done` maps jobs to rows to skip. When no seconds are left, all jobs are killed without a row, and what is
+    missing had no time. All are also killed if the caller stops early or is interrupted.
     """
     waiting = [(job, done.get(job.name, frozenset()), False) for job in jobs]
     running: list[RunningJob] = []

@@ -1,4 +1,4 @@
-"""Each kernel's forward and backward, eager and compiled, beside the plain torch way to write it."""
+"""Each kernel's forward and backward, eager and compiled, against plain torch code."""
 
 import argparse
 import time
@@ -26,7 +26,7 @@ Kernel = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class CpuCase:
-    """inputs: tensors that need gradients: the arguments of ours, plain and compiled (None: not measured)."""
+    """inputs: tensors with gradients, passed to ours, plain and compiled (None: not measured)."""
 
     inputs: tuple[Tensor, ...]
     ours: Kernel
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def make_cases(shape: Shape, dtype: torch.dtype) -> dict[str, CpuCase]:
-    """Returns {name: case}, at the sizes of one step of the shape."""
+    """Return {name: case}, at the sizes of one step of the shape."""
 
     def make(*sizes: int) -> Tensor:
         return torch.randn(sizes, dtype=dtype).mul_(0.5).requires_grad_()
@@ -86,7 +86,7 @@ def make_cases(shape: Shape, dtype: torch.dtype) -> dict[str, CpuCase]:
 
 
 def rope_case(q: Tensor, shape: Shape, dtype: torch.dtype) -> CpuCase:
-    """q: [b, s, heads, head_dim]."""
+    """Return the case of RoPE for q [b, s, heads, head_dim]."""
     positions = torch.arange(shape.seq).expand(shape.batch, -1)
     cos, sin = rope.cos_sin_tables(positions, rope.frequencies(q.shape[-1], ROPE_THETA), dtype)
 
@@ -105,13 +105,13 @@ def rope_case(q: Tensor, shape: Shape, dtype: torch.dtype) -> CpuCase:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v: [b, s, heads, head_dim]."""
+    """Return causal attention in plain torch. q, k, v: [b, s, heads, head_dim]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def plain_swiglu(x: Tensor) -> Tensor:
-    """x: [tokens, 2 ffn], gate and up."""
+    """Return SwiGLU in plain torch. x: [tokens, 2 ffn], gate and up."""
     return F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
 
 
@@ -126,7 +126,7 @@ def table_row(name: str, case: CpuCase) -> dict[str, str]:
 
 
 def milliseconds(function: Kernel, inputs: tuple[Tensor, ...]) -> float:
-    """Returns the time of one forward and backward, the fastest of REPEATS after a first one."""
+    """Return the time of one forward and backward, the fastest of REPEATS after a warm-up."""
     times = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""The rates of this machine's ranks, measured while all of them work.
+"""The rates of this machine's ranks, measured with all of them busy.
 
     torchrun --standalone --nproc-per-node 2 -m scripts.bench machine --out machine.json
 
-Each rank times a matrix product, attention, a copy through memory, many small operations, and sums with the
+Each rank times a matrix product, attention, a memory copy, many small operations, and all-reduces with the
 other ranks. Rank 0 writes the means as JSON (plan/machine.py), for the planner's forecast.
 """
 import argparse
@@ -21,12 +21,12 @@ from parallel.wire.world import join_job
 from plan.machine import Machine
 from runtime import setup
 
-SECONDS = 0.4  # that each thing is repeated
+SECONDS = 0.4  # duration of each measurement
 TIMEOUT_S = 120.0
 DTYPES = {name: dtype for name, dtype in precision.DTYPES.items() if name != "fp8"}
 PRODUCT_SIZE = 768
 ATTENTION_SHAPE = (2, 8, 512, 64)  # [b, heads, s, head dim]
-COPY_ELEMENTS = 1 << 25  # of one byte: larger than a cache
+COPY_ELEMENTS = 1 << 25  # of one byte each; larger than a cache
 SUM_ELEMENTS = 1 << 21
 
 
@@ -36,13 +36,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def measure_machine(out: Path, dtype_name: str, threads: int) -> None:
-    """Collective: every rank measures at the same time; rank 0 writes."""
+    """Measure on all ranks at the same time, and write the means on rank 0. Collective."""
     rank, size, *_ = setup.rank_and_world()
     torch.set_num_threads(threads)
     group = join_job(torch.device("cpu"), rank, size, TIMEOUT_S).all_ranks()
     dtype = DTYPES[dtype_name]
 
-    # what a rank computes
+    # compute
     a = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype)
     product_s = seconds_of(lambda: a @ a)
     q = torch.randn(ATTENTION_SHAPE).to(dtype)
@@ -56,7 +56,7 @@ def measure_machine(out: Path, dtype_name: str, threads: int) -> None:
     rates = torch.tensor([product_s, attention_s, copy_s, operation_s], dtype=torch.float64)
     product_s, attention_s, copy_s, operation_s = (comm.all_reduce_sum(rates, group) / size).tolist()
 
-    # what it exchanges: all ranks make the same number of calls
+    # communication: all ranks make the same number of calls
     link, hop = math.inf, 0.0
     if size > 1:
         large, small = torch.zeros(SUM_ELEMENTS), torch.zeros(1)
@@ -82,8 +82,8 @@ def measure_machine(out: Path, dtype_name: str, threads: int) -> None:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Measures the mean seconds of a call, over SECONDS."""
-    call()  # warm
+    """Return the mean seconds of a call, repeated for SECONDS."""
+    call()  # warm-up
     calls, started = 0, time.perf_counter()
     while time.perf_counter() - started < SECONDS:
         call()
@@ -92,7 +92,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def exchange_seconds(x: torch.Tensor, group: comm.Group, calls: int) -> float:
-    """Measures the mean seconds of an all-reduce."""
+    """Return the mean seconds of an all-reduce."""
     comm.all_reduce_sum(x, group)
     started = time.perf_counter()
     for _ in range(calls):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def markdown_table(rows: list[dict[str, str]]) -> list[str]:
-    """The lines of a table with every column that a row has; none without rows."""
+    """Return the lines of a table with the columns of all rows, [] without rows."""
     if not rows:
         return []
     columns = list(dict.fromkeys(column for row in rows for column in row))
@@ -15,5 +15,5 @@ def markdown_table(rows: list[dict[str, str]]) -> list[str]:
 
 
 def markdown_line(cells: Sequence[str]) -> str:
-    """Cells may hold any text: a bar would begin a new cell, a new line a new row."""
+    """Return a table row. Bars and line breaks in cells are escaped."""
     return "| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |"

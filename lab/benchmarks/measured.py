@@ -1,10 +1,10 @@
-"""The step model with rates that were measured, beside steps that were measured: where is the largest gap?
+"""The step model with measured rates against measured steps: where is the largest gap?
 
-A rate of the model that was not measured keeps its assumed middle. What was measured stands as points of size
-and rate; a launch gets the rate at its own size (plan/record/rates.py: interpolated).
+Rates that were not measured keep their assumed middle value. Measured ones are points of size and rate; a
+launch gets the rate at its size (plan/record/rates.py: interpolated).
 
-A profiler says how long each kernel of a measured step ran. Kernels of a library are told apart by their
-names, ours by their function; two of ours with one name count for the part that the modelled step has.
+A profiler provides the duration of each kernel of a measured step. Library kernels are classified by their
+names, ours by their function; if two of ours share a name, the one in the modelled step counts.
 """
 
 import re
@@ -41,7 +41,7 @@ PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|::(mm|addmm|bmm|_gr
 
 
 def measured_rates(rows: Iterable[Mapping]) -> LaunchRates:
-    """rows: those of lab/benchmarks/rates.py."""
+    """Return the rates in rows of lab/benchmarks/rates.py."""
     points: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     rates = ASSUMED
     for row in rows:
@@ -63,7 +63,7 @@ def measured_rates(rows: Iterable[Mapping]) -> LaunchRates:
 
 
 def modelled_components(row: Mapping, rates: LaunchRates) -> dict[str, float]:
-    """{component: ms}. row: of lab/benchmarks/first_jobs.py: report_modelled."""
+    """Return {component: ms} of a row of report_modelled (lab/benchmarks/first_jobs.py)."""
     times: dict[str, float] = defaultdict(float)
     for *work, count in row["works"]:
         one = Work(*work)
@@ -74,9 +74,12 @@ def modelled_components(row: Mapping, rates: LaunchRates) -> dict[str, float]:
 
 
 def measured_components(row: Mapping, kernels: Iterable[str]) -> dict[str, float]:
-    """{component: ms}. row: of a step, with the ms of its kernels. kernels: names in the modelled step."""
+    """Return {component: ms} of a measured step. `row` has the ms of its kernels.
+
+    `kernels` are the names in the modelled step.
+    """
     known = {}
-    for full in (*KERNELS, *kernels):  # those of the modelled step come last, and count
+    for full in (*KERNELS, *kernels):  # those of the modelled step come last and take precedence
         if full in KERNELS:
             known[full.partition(".")[2]] = COMPONENTS.get(KERNELS[full].part, OTHER)
     times: dict[str, float] = defaultdict(float)
@@ -86,7 +89,7 @@ def measured_components(row: Mapping, kernels: Iterable[str]) -> dict[str, float
 
 
 def component_of(name: str, known: Mapping[str, str]) -> str:
-    """known: {function of a kernel of ours: component}."""
+    """Return the component of a kernel. `known` maps functions of our kernels to components."""
     if name in known:
         return known[name]
     lower = name.lower()
@@ -96,9 +99,9 @@ def component_of(name: str, known: Mapping[str, str]) -> str:
 
 
 def compare(modelled: Mapping, measured: Mapping, rates: LaunchRates) -> dict:
-    """A scenario modelled and measured: ms and MFU of both, and components, the largest gap first.
+    """Compare a scenario modelled and measured: ms and MFU of both, and components by decreasing gap.
 
-    ratio: FLOPs a second, modelled over measured; so steps of different layers can be compared.
+    ratio: FLOPs a second, modelled over measured, so steps with different numbers of layers are comparable.
     """
     expected = modelled_components(modelled, rates)
     ms = sum(expected.values())

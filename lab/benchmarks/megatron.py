@@ -18,10 +18,10 @@ from lab.benchmarks.shape import Shape
 
 
 def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
-    """Its GPT with Transformer Engine's layers; with the flag local, with its own layers and SDPA.
+    """Return its GPT with Transformer Engine's layers, or with the flag local its own layers and SDPA.
 
-    Unless a flag is unfused or local, the products of the weight gradients add to the fp32 buffers. The head
-    is not Transformer Engine's, and would need another extension for that.
+    Weight gradients accumulate into the fp32 buffers unless the flag unfused or local is given. The head is
+    not Transformer Engine's, and would need another extension for that.
     """
     if device != "cuda":
         raise ImportError("Megatron-core needs a GPU")
@@ -47,7 +47,7 @@ def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int
         DotProductAttention.forward = megatron_sdpa
     is_fused = use_te and "unfused" not in flags
     cfg = megatron_config(shape, use_te, is_fused)
-    tensor_parallel._grad_accum_fusion_available = True  # asked for by the head, which does without it
+    tensor_parallel._grad_accum_fusion_available = True  # the head asks for it, but works without
     model = GPTModel(
         config=cfg,
         transformer_layer_spec=megatron_layer_spec(shape, use_te),
@@ -84,7 +84,7 @@ def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int
         model.zero_grad_buffer()
         optimizer.zero_grad()
         inputs = tokens, positions, targets
-        if shape.documents:  # its packed format has one sequence of all documents
+        if shape.documents:  # its packed format puts all documents into one sequence
             inputs = tuple(x.reshape(1, -1) for x in inputs)
         with sdpa_backends(device):
             output = model(inputs[0], inputs[1], None, labels=inputs[2], **options)
@@ -98,7 +98,7 @@ def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int
 
 
 def megatron_documents(shape: Shape, device: str) -> dict[str, Any]:
-    """Returns the further inputs of its model: where the documents of all sequences begin and end."""
+    """Return the additional inputs of its model: the document boundaries of all sequences."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     lengths = torch.tensor(shape.documents * shape.batch, device=device)
@@ -115,7 +115,7 @@ def megatron_documents(shape: Shape, device: str) -> dict[str, Any]:
 
 
 def megatron_config(shape: Shape, use_te: bool, is_fused: bool):
-    """Returns a TransformerConfig. use_te: for Transformer Engine's layers. is_fused: see megatron."""
+    """Return a TransformerConfig. `use_te` selects Transformer Engine; for `is_fused` see megatron."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     mixture = {}
@@ -167,7 +167,7 @@ def megatron_layer_spec(shape: Shape, use_te: bool):
 
 
 def megatron_sdpa(self, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> Tensor:
-    """SDPA, instead of Megatron-core's own attention. query, key, value: [s, b, heads, head_dim]."""
+    """Compute SDPA instead of Megatron-core's own attention. query, key, value: [s, b, heads, head_dim]."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     is_grouped = query.shape[2] != key.shape[2]
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)

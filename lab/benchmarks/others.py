@@ -1,4 +1,4 @@
-"""Models of other codebases, and what all contestants share.
+"""Models of other codebases, and code that all contestants share.
 
 For the races on a CPU (lab/benchmarks/peer.py) and on a GPU (lab/benchmarks/contestant.py).
 """
@@ -31,7 +31,7 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]  # (logits [b, s, vocab], targ
 
 
 def sdpa_backends(device: str) -> contextlib.AbstractContextManager[object]:
-    """Makes SDPA choose its kernels in the order of kernels/attention.py."""
+    """Make SDPA try its kernels in the order of kernels/attention.py."""
     if device == "cuda":
         return sdpa_kernel(SDPA_ORDER, set_priority=True)
     return contextlib.nullcontext()
@@ -42,25 +42,25 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def document_numbers(shape: Shape, device: str) -> Tensor:
-    """[1, s]: the document of each token of a sequence; 0 where they are not packed."""
+    """Return the document index [1, s] of each token in a sequence, all 0 unless documents are packed."""
     lengths = torch.tensor(shape.documents or (shape.seq,), device=device)
     return torch.arange(len(lengths), device=device).repeat_interleave(lengths)[None]
 
 
 def token_positions(shape: Shape, device: str) -> Tensor:
-    """[1, s]: the position of each token of a sequence in its document."""
+    """Return the position [1, s] of each token in its document."""
     parts = [torch.arange(length, device=device) for length in shape.documents or (shape.seq,)]
     return torch.cat(parts)[None]
 
 
 def refuse_packed(shape: Shape, name: str) -> None:
-    """Raises ImportError for packed documents: a contestant has no attention over them to race with."""
+    """Raise ImportError for packed documents, for contestants without attention that supports them."""
     if shape.documents:
         raise ImportError(f"{name}: no attention over packed documents here")
 
 
 def transformers_settings(shape: Shape) -> dict[str, object]:
-    """The configuration that every decoder of transformers takes for a shape."""
+    """Return the settings that every transformers decoder takes for a shape."""
     return {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -106,7 +106,7 @@ class GPTBlock(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """As nanoGPT is written: learned positions, tied head."""
+    """nanoGPT's architecture: learned positions, tied head."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -125,14 +125,14 @@ class NanoGPT(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss with a softmax in fp32. logits: [b, s, vocab], targets: [b, s]."""
+    """Return the mean loss, with a softmax in fp32. logits: [b, s, vocab], targets: [b, s]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def compile_blocks(blocks: Iterable[nn.Module], fullgraph: bool = True) -> LossFunction:
-    """Compiles the blocks in place and returns a compiled loss.
+    """Compile the blocks in place and return a compiled loss.
 
-    The blocks share their code; to compile the whole model at once would take minutes.
+    The blocks share their code; compiling the whole model at once would take minutes.
     """
     for block in blocks:
         block.compile(fullgraph=fullgraph)
@@ -140,8 +140,8 @@ def compile_blocks(blocks: Iterable[nn.Module], fullgraph: bool = True) -> LossF
 
 
 def build_torchtitan(shape: Shape, device: str) -> nn.Module:
-    """Returns torchtitan's Llama or Qwen3 mixture in fp32. Raises ImportError if it is not installed."""
-    # Its models import its trainer, which imports tensorboard; nothing here writes to it.
+    """Return torchtitan's Llama or Qwen3 mixture in fp32. Raises ImportError if it is not installed."""
+    # importing its models imports its trainer and so tensorboard, which is not used here
     if importlib.util.find_spec("tensorboard") is None:
         sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=None)  # type: ignore
 

@@ -1,6 +1,6 @@
-"""Commands in processes of their own: each with a time limit, several beside each other.
+"""Commands in child processes, each with a time limit, several at a time.
 
-A command reports in JSON lines on its standard output. One that crashes or hangs costs its own time alone.
+A command reports JSON lines on stdout. A crash or a hang only costs its own time.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import IO
 
 POLL_S = 0.05
-ERROR_LENGTH = 160  # characters of an error that a table shows
+ERROR_LENGTH = 160  # characters of an error shown in a table
 
 
 @dataclass(frozen=True)
 class Task:
-    """A command and the environment that it runs in. It is killed after limit_s seconds."""
+    """A command and its environment. It is killed after limit_s seconds."""
 
     name: str
     command: list[str]
@@ -32,8 +32,8 @@ class Task:
 class Outcome:
     """How a task ended.
 
-    messages: the JSON objects that it printed. output, errors: all that it wrote, as text. exit_code: below 0
-    if a signal ended it.
+    messages: the JSON objects that it printed. output, errors: stdout and stderr.
+    exit_code: negative if a signal ended it.
     """
 
     messages: list[dict]
@@ -44,7 +44,7 @@ class Outcome:
     seconds: float
 
     def problem(self) -> str | None:
-        """Why the task did not end well; None if it did."""
+        """Why the task failed, or None if it did not."""
         if self.timed_out:
             return f"hung: stopped after its {self.seconds:.0f} s"
         if self.exit_code < 0:
@@ -55,7 +55,7 @@ class Outcome:
 
 
 class RunningTask:
-    """A started task, in a session of its own: what it starts ends with it."""
+    """A started task, in a new session, so that its children end with it."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -72,17 +72,17 @@ class RunningTask:
         )
 
     def is_due(self) -> bool:
-        """Whether it has reached its limit."""
+        """Return whether it has reached its time limit."""
         return time.monotonic() - self.started >= self.task.limit_s
 
     def kill(self) -> None:
-        """Ends the whole session: compilers that it started, too."""
+        """Kill the whole session, including any compilers that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def close(self, timed_out: bool) -> Outcome:
-        """Ends what is left of it, and returns how it ended."""
+        """Kill what is left of it, and return how it ended."""
         seconds = time.monotonic() - self.started
         exit_code = self.process.poll()
         self.kill()
@@ -100,10 +100,10 @@ class RunningTask:
 def run_tasks(
     tasks: Iterable[Task], most: int, seconds_left: Callable[[], float] = lambda: float("inf")
 ) -> Iterator[tuple[Task, Outcome]]:
-    """Runs tasks, at most `most` beside each other, and yields each as it ends.
+    """Run tasks, at most `most` at a time, and yield each as it ends.
 
-    When no seconds are left, those that run are killed, and those that wait end as if they had hung. If the
-    caller stops early, or is interrupted, all are killed.
+    When no seconds are left, running tasks are killed, and waiting ones are reported as hung. All are also
+    killed if the caller stops early or is interrupted.
     """
     waiting = list(tasks)
     running: list[RunningTask] = []
@@ -128,7 +128,7 @@ def run_tasks(
 
 
 def run_task(task: Task) -> Outcome:
-    """Runs one task."""
+    """Run one task."""
     [(_, outcome)] = run_tasks([task], most=1)
     return outcome
 
@@ -140,13 +140,13 @@ def read_and_close(file: IO[str]) -> str:
 
 
 def json_lines(output: str) -> list[dict]:
-    """The complete lines that hold a JSON object."""
+    """Return the complete lines that are JSON objects."""
     lines = [line for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
     return [json.loads(line) for line in lines]
 
 
 def last_error_line(errors: str) -> str:
-    """The last line that names an error, of the standard error of a process that died."""
+    """Return the last line of a dead process's stderr that names an error."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     if not lines:
         return "exited without output"
@@ -156,7 +156,7 @@ def last_error_line(errors: str) -> str:
 
 @contextlib.contextmanager
 def terminates_cleanly() -> Iterator[None]:
-    """Within it SIGTERM raises SystemExit: what runs is killed, and results so far still get their table."""
+    """Raise SystemExit on SIGTERM inside: children are killed, and results so far still get their table."""
 
     def stop(*_: object) -> None:
         raise SystemExit(143)

@@ -1,6 +1,6 @@
 """The race of training steps on a CPU.
 
-Every contestant stays in a process of its own; the steps are handed out in rotating order.
+Every contestant keeps its process for the whole race, and steps are run in rotating order.
 """
 
 import argparse
@@ -32,9 +32,9 @@ COLUMNS = (
 
 
 class Peer:
-    """A running contestant of one or more ranks.
+    """A running contestant with one or more ranks.
 
-    problem: why it does not take part, or None. warm_up: the answer to the steps before the clock starts.
+    problem: why it does not take part, or None. warm_up: the answer to the untimed steps.
     rounds: the answers to the timed steps.
     """
 
@@ -52,9 +52,9 @@ class Peer:
         self.parameters = answer.get("parameters")
 
     def read(self) -> dict:
-        """Returns one answer for all ranks.
+        """Read one combined answer of all ranks.
 
-        A step takes as long as its slowest rank, and as much CPU time as all of them together.
+        A step takes as long as its slowest rank, and the total CPU time of all ranks.
         """
         answers = [read_answer(process) for process in self.processes]
         for answer in answers:
@@ -68,7 +68,7 @@ class Peer:
         return {**first, "wall": wall, "cpu": cpu}
 
     def steps(self, count: int) -> dict:
-        """Runs steps -> {wall: [s], cpu: [s], loss, peak: MiB}; sets `problem` if they fail."""
+        """Run steps and return {wall: [s], cpu: [s], loss, peak: MiB}, or set `problem` if they fail."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(f"{count}\n")
@@ -95,7 +95,7 @@ def start_rank(name: str, settings: dict) -> subprocess.Popen[str]:
 
 
 def read_answer(process: subprocess.Popen[str]) -> dict:
-    """Returns the next answer of a rank; {"error": its last line of standard error} if it has died."""
+    """Read the next answer of a rank, or {"error": its last line of stderr} if it has died."""
     assert process.stdout is not None
     assert process.stderr is not None
     line = process.stdout.readline()
@@ -106,7 +106,7 @@ def read_answer(process: subprocess.Popen[str]) -> dict:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Races the contestants and prints the table; returns the exit code."""
+    """Race the contestants, print the table and return the exit code."""
     shape = SHAPES[args.shape]()
     settings = {"dtype": args.dtype, "threads": args.threads, "shape": asdict(shape)}
     peer_names = [name for name in (PEERS if args.peers is None else args.peers).split(",") if name]
@@ -140,7 +140,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def race(peers: list[Peer], args: argparse.Namespace) -> list[Peer] | None:
-    """Runs the warm-up and all rounds; returns the peers that took part, None if one of them failed."""
+    """Run the warm-up and all rounds. Returns the peers that took part, None if one of them failed."""
     for peer in peers:
         if not peer.problem:
             peer.warm_up = peer.steps(args.warm)
@@ -157,12 +157,12 @@ def race(peers: list[Peer], args: argparse.Namespace) -> list[Peer] | None:
 
 
 def fastest_steps(rounds: list[dict], clock: str) -> list[float]:
-    """Returns the seconds of each round's fastest step. clock: "wall" or "cpu"."""
+    """Return the seconds of each round's fastest step. `clock` is "wall" or "cpu"."""
     return [min(answer[clock]) for answer in rounds]
 
 
 def precision_class(name: str, dtype: str) -> str:
-    """Returns the class of a contestant, as lab/benchmarks/command.py explains it."""
+    """Return a contestant's class, as explained in lab/benchmarks/command.py."""
     if dtype == "fp32":
         return "fp32"
     if name == "floor":
@@ -171,7 +171,7 @@ def precision_class(name: str, dtype: str) -> str:
 
 
 def table_row(peer: Peer, *, baseline: Peer, dtype: str, tokens: int, flops: float) -> dict:
-    """Returns a row of the table. tokens, flops: of one step."""
+    """Return a row of the table. `tokens` and `flops` are those of one step."""
     if peer.problem:
         return {"peer": peer.name, **dict.fromkeys(COLUMNS), "class": peer.problem}
 

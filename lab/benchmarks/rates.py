@@ -1,8 +1,8 @@
 """The rates of this GPU: products, copies, attention, launches, our kernels, and the clock under load.
 
-Each rate is a row of its own, and its inputs are made just before it is timed. Those with `rate` go into the
-step model (lab/benchmarks/measured.py). A product counts its FLOPs; what memory bounds counts the bytes that
-must move, inputs once and outputs once, so a copy is its bound. Every repeat begins with cold caches.
+Each rate is a row, and its inputs are created just before it is timed. Rows with `rate` feed the step model
+(lab/benchmarks/measured.py). Products count their FLOPs. Memory-bound kernels count the bytes that must move,
+each input and output once, so a copy is their upper bound. Every repeat starts with cold caches.
 """
 
 import statistics
@@ -27,9 +27,9 @@ from kernels.attention_mask import DocumentCounts, make_attention_mask
 
 REPEATS = 10
 WARM_UP = 3
-FLUSH_BYTES = 1 << 28  # written between repeats: more than any cache holds
+FLUSH_BYTES = 1 << 28  # written between repeats; larger than any cache
 LAUNCHES = 1000
-LOAD_S = 2.0  # of products, back to back, for the clock under load
+LOAD_S = 2.0  # of back-to-back products, for the clock under load
 COPY_BYTES = (1 << 26, 1 << 28, 1 << 30)
 TINY_COPY_BYTES = (1 << 12, 1 << 14, 1 << 16)
 PARAMETERS = 1 << 27  # of one AdamW launch
@@ -39,23 +39,23 @@ CLOCK_QUERY = (
     "--format=csv,noheader",
     "--id=0",
 )
-BACKWARD_PRODUCTS = 2.5  # of attention's backward, for each of its forward
+BACKWARD_PRODUCTS = 2.5  # attention backward's products for each of its forward
 SQUARE = 8192
 TERA = 1e12
-DIFFERENT = 0.05  # relative error of a product that is not the right one; fast sums of fp8 are coarse
+DIFFERENT = 0.05  # relative error of a wrong product; fast fp8 accumulation is coarse
 
-ADA, HOPPER = (8, 9), (9, 0)  # from which on chips have fp8, and the copy engine
+ADA, HOPPER = (8, 9), (9, 0)  # minimum compute capabilities for fp8, and for the copy engine
 
-Function = Callable[[], Any]  # one call, on tensors that it holds
+Function = Callable[[], Any]  # one call, on tensors that it captures
 
 
 class Absent(Exception):
-    """Says why a rate cannot be measured here."""
+    """Raised with the reason why a rate cannot be measured here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One rate. work: FLOPs or bytes of a call. rate: its name in the step model. chips: from which on."""
+    """One rate. work: FLOPs or bytes of a call. rate: its name in the step model. chips: the oldest chip."""
 
     name: str
     unit: str
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class RateInputs:
-    """Where inputs are made, and the shapes that they have."""
+    """The device of the inputs, and their shapes."""
 
     device: torch.device
     dense: Shape
@@ -80,7 +80,7 @@ class RateInputs:
 
 
 def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny: bool) -> None:
-    """Reports a row for each rate that is not done; one that fails is a row, too."""
+    """Report a row for each rate that is not done, including those that fail."""
     shapes = Shape.gpu_models(is_tiny)
     place = RateInputs(
         torch.device(device), shapes["dense"], shapes["8b"], shapes["moe"], shapes["packed-uneven"]
@@ -112,7 +112,7 @@ def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny:
 
 
 def tried(function: Callable[[], dict]) -> dict:
-    """Returns the row of a measurement; where it fails, the state and the problem."""
+    """Return the row of a measurement, or its state and problem if it fails."""
     try:
         return function()
     except Absent as reason:
@@ -124,7 +124,7 @@ def tried(function: Callable[[], dict]) -> dict:
 
 
 def seconds_of(function: Function, device: torch.device) -> float:
-    """The time of one call: the median over REPEATS, each with cold caches."""
+    """Return the time of one call: the median over REPEATS, each with cold caches."""
     if device.type == "cpu":
         function()
         started = time.perf_counter()
@@ -165,7 +165,7 @@ def copy(place: RateInputs, nbytes: int) -> Function:
 
 
 def product_cases(place: RateInputs, is_tiny: bool) -> Iterator[Case]:
-    """Eight shapes: the five products of the dense model, two of the 8B model, and a square."""
+    """Yield eight shapes: the five products of the dense model, two of the 8B model, and a square."""
     dense, large = place.dense, place.large
     shapes = {}
     for name, (outputs, inputs, _) in zip(("qkv", "out", "up", "down", "head"), dense.linear_sizes()):
@@ -192,7 +192,7 @@ def input_gradient(place: RateInputs, tokens: int, outputs: int, inputs: int) ->
 
 
 def weight_gradient(place: RateInputs, tokens: int, outputs: int, inputs: int) -> Function:
-    """Added to fp32, by the library; on a CPU as the training does it."""
+    """Return a product added to fp32, by the library; on a CPU as in training."""
     dy, x = place.randn(tokens, outputs), place.randn(tokens, inputs)
     into = torch.zeros(outputs, inputs, device=place.device)
     if place.device.type == "cpu":
@@ -207,7 +207,7 @@ def own_weight_gradient(place: RateInputs, tokens: int, outputs: int, inputs: in
 
 
 def fp8_product(fast: bool, place: RateInputs, tokens: int, outputs: int, inputs: int) -> Function:
-    """Tensorwise scales of one; its values are compared with those of bf16 once."""
+    """Return a product with tensorwise scales of one. Its result is compared once with that of bf16."""
     x = place.randn(tokens, inputs).to(torch.float8_e4m3fn)
     weight = place.randn(outputs, inputs).to(torch.float8_e4m3fn)
     one = torch.ones((), device=place.device)
@@ -222,7 +222,7 @@ def fp8_product(fast: bool, place: RateInputs, tokens: int, outputs: int, inputs
     return product
 
 
-PRODUCTS = {  # {way: (how it is made, its rate in the step model, from which chip on)}
+PRODUCTS = {  # {variant: (factory, its rate in the step model, the oldest chip)}
     "forward": (forward, "library", (8, 0)),
     "input gradient": (input_gradient, "library", (8, 0)),
     "weight gradient": (weight_gradient, "library, weights", (8, 0)),
@@ -233,7 +233,7 @@ PRODUCTS = {  # {way: (how it is made, its rate in the step model, from which ch
 
 
 def grouped_cases(place: RateInputs) -> Iterator[Case]:
-    """The gate and up projection of a mixture, as many rows for each expert."""
+    """Yield the gate and up projection of a mixture, with equally many rows for each expert."""
     shape = place.mixture
     rows, outputs = shape.tokens * shape.top_k, 2 * shape.ffn
     flops = 2 * rows * outputs * shape.hidden
@@ -244,13 +244,13 @@ def grouped_cases(place: RateInputs) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class ExpertInputs:
-    """x [rows, hidden] in the order of experts, dy [rows, outputs], weight [experts, outputs, hidden]."""
+    """x [rows, hidden] sorted by expert, dy [rows, outputs], weight [experts, outputs, hidden]."""
 
     x: Tensor
     dy: Tensor
     weight: Tensor
     rows: Any
-    source: Tensor  # [rows]: the token of each row, where the tokens lie in their own order
+    source: Tensor  # [rows]: the token of each row, if tokens are in their original order
 
     @staticmethod
     def of(place: RateInputs) -> "ExpertInputs":
@@ -310,7 +310,7 @@ GROUPED = {
 # ---- attention ---------------------------------------------------------------------------------------------
 
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention 2": SDPBackend.FLASH_ATTENTION}
-ATTENTION_RATES = {  # {what computes attention: its rate in the step model}; others have none
+ATTENTION_RATES = {  # {backend: its rate in the step model}; others have none
     "cuDNN": "cudnn",
     "FlashAttention 2": "flash 2",
     "own": "own attention",
@@ -321,7 +321,7 @@ ATTENTION_RATES = {  # {what computes attention: its rate in the step model}; ot
 
 
 def attention_cases(place: RateInputs) -> Iterator[Case]:
-    """Causal: whole sequences with the heads of the dense and of the 8B model, then documents."""
+    """Yield causal cases: whole sequences with the heads of the dense and of the 8B model, then documents."""
     for shape in (place.dense, place.large):
         for name in (*BACKENDS, "own"):
             if name != "cuDNN" or place.device.type == "cuda":
@@ -331,7 +331,7 @@ def attention_cases(place: RateInputs) -> Iterator[Case]:
 
 
 def cases_of_attention(place: RateInputs, shape: Shape, name: str) -> Iterator[Case]:
-    """Forward and backward, with the FLOPs of the pairs of a query and a key that it sees."""
+    """Yield forward and backward, with the FLOPs of the unmasked pairs of query and key."""
     seen = sum(length * (length + 1) / 2 for length in shape.documents or (shape.seq,))
     flops = 4 * shape.batch * seen * shape.hidden
     lengths = "+".join(map(str, shape.documents or (shape.seq,)))
@@ -346,7 +346,7 @@ def cases_of_attention(place: RateInputs, shape: Shape, name: str) -> Iterator[C
 def attention_call(
     place: RateInputs, shape: Shape, name: str
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, ...]]:
-    """(a call, its q [b, s, h, d], k and v [b, s, g, d]). Raises Absent for a library that is not here."""
+    """Return (a call, its q [b, s, h, d], k and v [b, s, g, d]). Raises Absent if the library is missing."""
     kv_heads, head_dim = shape.kv or shape.heads, shape.hidden // shape.heads
     q, k, v = (
         place.randn(shape.batch, shape.seq, heads, head_dim).requires_grad_()
@@ -400,11 +400,11 @@ def attention_backward(place: RateInputs, shape: Shape, name: str) -> Function:
     return lambda: torch.autograd.grad(out, inputs, dy, retain_graph=True)
 
 
-# ---- our kernels that memory bounds ------------------------------------------------------------------------
+# ---- our memory-bound kernels ------------------------------------------------------------------------------
 
 
 def memory_cases(place: RateInputs) -> Iterator[Case]:
-    """The name of their rate is that of the kernel, as plan/record/work.py has it."""
+    """Yield our memory-bound kernels; their rates are named after the kernels, as in plan/record/work.py."""
     shape = place.dense
     hidden_bytes = 2 * shape.tokens * shape.hidden
     ffn_bytes = 2 * shape.tokens * shape.ffn
@@ -445,7 +445,7 @@ def norm_backward(place: RateInputs) -> Function:
 
 
 def rotary(place: RateInputs) -> Function:
-    """Half of the heads of a fused projection, in place: the queries and the keys of grouped attention."""
+    """Return RoPE in place on half of the heads of a fused projection: queries and keys under GQA."""
     shape = place.dense
     head_dim = shape.hidden // shape.heads
     heads = place.randn(shape.batch, shape.seq, shape.heads, head_dim)
@@ -505,7 +505,7 @@ def adamw(place: RateInputs, parameters: int) -> Function:
 
 
 def gap_of_launches(place: RateInputs) -> float:
-    """Seconds from one short kernel to the next, in a recorded graph: nothing waits for the host."""
+    """Return the seconds between short kernels of a CUDA graph, where nothing waits for the host."""
     x = torch.zeros(1024, device=place.device)
     if place.device.type == "cpu":
         return host_time_of_operation(place)
@@ -518,13 +518,13 @@ def gap_of_launches(place: RateInputs) -> float:
 
 
 def host_time_of_operation(place: RateInputs) -> float:
-    """Seconds of the host for an operation of torch."""
+    """Return the host seconds of a torch operation."""
     x = torch.zeros(1024, device=place.device)
     return host_time(lambda: x.add_(1.0), place)
 
 
 def host_time_of_kernel(place: RateInputs) -> float:
-    """Seconds of the host for a Triton kernel, with the Python around it."""
+    """Return the host seconds of a Triton kernel, including the Python around it."""
     gate_up = place.randn(1, 64)
     return host_time(lambda: swiglu.launch_swiglu(gate_up), place)
 
@@ -543,7 +543,7 @@ def host_time(function: Function, place: RateInputs) -> float:
     return seconds / calls
 
 
-LAUNCH_TIMES = {  # {name: (seconds of one, its rate in the step model)}
+LAUNCH_TIMES = {  # {name: (function that returns the seconds of one, its rate in the step model)}
     "launch, GPU": (gap_of_launches, "shortest"),
     "launch, host: operation": (host_time_of_operation, "host: operation"),
     "launch, host: Triton": (host_time_of_kernel, "host: triton"),
@@ -551,7 +551,7 @@ LAUNCH_TIMES = {  # {name: (seconds of one, its rate in the step model)}
 
 
 def clock_under_load(place: RateInputs) -> dict:
-    """Runs products for LOAD_S seconds; returns their rate, and the clock and the power at the end."""
+    """Run products for LOAD_S seconds and return their rate, and the clock and the power at the end."""
     if place.device.type == "cpu":
         return {"state": "absent", "problem": "needs a GPU"}
     x = place.randn(SQUARE, SQUARE)

@@ -1,4 +1,4 @@
-"""The models that are raced, and how tables are printed."""
+"""The models of the races, and printing of tables."""
 
 import json
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class Shape:
     experts: int = 0  # of a Mixtral-like model; 0: dense
     top_k: int = 0
     kv: int = 0  # key/value heads; 0: as many as heads
-    documents: tuple[int, ...] = ()  # lengths of those in each sequence, packed; none: a sequence is one
+    documents: tuple[int, ...] = ()  # lengths of the documents packed into each sequence; empty: no packing
 
     @staticmethod
     def race() -> "Shape":
@@ -40,12 +40,12 @@ class Shape:
 
     @staticmethod
     def gpu_models(tiny: bool) -> "dict[str, Shape]":
-        """Returns the models of one GPU; tiny: models of the same kinds for a rehearsal.
+        """Return the models of one GPU, or tiny models of the same kinds for a rehearsal.
 
         A dense model of 1.57B parameters with two vocabularies, the 8B model with all its layers
-        (lab/benchmarks/card.py leaves out those that do not fit), and a mixture of 3.9B parameters with 0.7B
-        active (plan/count.py). packed: the dense model over the same documents, two in a sequence, so with
-        the same FLOPs and tokens; packed-uneven: over documents of other lengths, which end anywhere.
+        (lab/benchmarks/card.py drops those that do not fit), and a mixture of 3.9B parameters with 0.7B
+        active (plan/count.py). packed: the dense model with its sequences packed in pairs as documents, so
+        with the same tokens and FLOPs; packed-uneven: with documents of other lengths, which end anywhere.
         """
         if tiny:
             small = Shape(layers=3, hidden=64, heads=2, ffn=96, vocab=512, seq=64, batch=2)
@@ -81,7 +81,7 @@ class Shape:
         }
 
     def model_keys(self) -> dict:
-        """Returns keys of model.*, for config.build_tree."""
+        """Return model.* keys for config.build_tree."""
         keys = {
             "layers": self.layers,
             "hidden": self.hidden,
@@ -95,14 +95,14 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step."""
+        """The tokens of one step."""
         return self.batch * self.seq
 
     def linear_sizes(self) -> list[tuple[int, int, int]]:
-        """Returns (outputs, inputs, how often) of every linear layer.
+        """Return (outputs, inputs, how often) of every linear layer.
 
         Each costs three products of 2 * tokens * outputs * inputs FLOPs. A token's experts count as if all
-        tokens went to the same ones.
+        tokens were routed to the same ones.
         """
         num_mlps = self.layers * (self.top_k or 1)
         return [
@@ -114,13 +114,13 @@ class Shape:
         ]
 
     def gemm_flops(self) -> int:
-        """Returns the FLOPs of the matrix products of one step, those of attention not counted."""
+        """The FLOPs of the matrix products of one step, excluding those of attention."""
         products = [outputs * inputs * times for outputs, inputs, times in self.linear_sizes()]
         return 6 * self.tokens * sum(products)
 
 
 def show(rows: list[dict], as_json: bool, **facts) -> None:
-    """Prints rows (with the same keys) as an aligned table, or everything as one JSON object."""
+    """Print rows with the same keys as an aligned table, or everything as one JSON object."""
     if as_json:
         print(json.dumps({**facts, "rows": rows}))
         return

@@ -1,16 +1,16 @@
-"""Does a small model train with the kernels as it does without them? Five steps of train.py, in one process.
+"""Does a small model train the same with and without our kernels? Five steps of train.py, in one process.
 
-train.py's own command runs three times: with the kernels, with the torch references in their place, and with
-the references in fp32. Compared are the loss and the gradient norm of each step, as metrics.jsonl has them,
-and the gradient of each parameter in the first and the last step (of all experts of a layer together: a
-router sends some tokens elsewhere for a rounding).
+train.py's own command runs three times: with the kernels, with the torch references instead, and with the
+references in fp32. It compares the loss and the gradient norm of each step, as in metrics.jsonl, and the
+gradient of each parameter in the first and the last step (jointly over all experts of a layer, since rounding
+makes a router send some tokens elsewhere).
 
 A bound is the larger of two:
 
-    4 * the distance of the reference in bf16 (or fp8) from fp32: what the dtype does to this model. Two runs
-        that round apart are twice as far from each other as one is from fp32, and a kernel may round twice as
-        often as its reference. Of losses and norms, 8 * the largest distance over the steps: two numbers, not
-        two tensors, can be near each other by chance.
+    4 * the distance of the reference in bf16 (or fp8) from fp32: the effect of the dtype on this model. Two
+        runs that round differently are twice as far from each other as one is from fp32, and a kernel may
+        round twice as often as its reference. For losses and norms, 8 * the largest distance over the steps:
+        two numbers, unlike two tensors, can be close by chance.
     u * the value: bf16's unit roundoff, a single rounding of the result
 """
 
@@ -40,7 +40,7 @@ TINY_STEPS = 2
 SLACK = 4
 SLACK_OF_NUMBERS = 8
 BF16_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
-TINY_NORM = 1e-30  # of a gradient that is zero: an expert without tokens
+TINY_NORM = 1e-30  # of a zero gradient: an expert without tokens
 COMPARED = ("loss", "grad_norm")
 
 COMMON = """--log.every 1 --eval.batches 1 --eval.sample 0 --checkpoint.resume none --optim.warmup 1"""
@@ -54,7 +54,7 @@ LLAMA = "--model.mixer.heads 8 --model.mixer.kv_heads 4 --model.mlp.width 2816"
 
 @dataclass(frozen=True)
 class SmallModel:
-    """recipe, and what differs from it. numerics: keys of the dtype, which the run in fp32 does not have."""
+    """A recipe and its changes. numerics: keys of the dtype, which the fp32 run omits."""
 
     recipe: str = "llama3-tiny"
     large: str = LLAMA
@@ -115,7 +115,7 @@ MODELS = {
 
 
 def command_line(model: SmallModel, device: str, is_tiny: bool, *, in_fp32: bool) -> list[str]:
-    """The arguments of train.py. Of a key that is there twice, the last counts."""
+    """Return the arguments of train.py. The last of repeated keys counts."""
     sizes = f"{TINY} {model.tiny}" if is_tiny else f"{LARGE} {model.large}"
     steps = TINY_STEPS if is_tiny else STEPS
     numerics = "--train.dtype fp32" if in_fp32 else model.numerics
@@ -141,7 +141,7 @@ class TrainedSteps:
 
 
 class GradientRecorder:
-    """Looks on at the points where faults are injected (runtime/faults.py), and keeps gradients."""
+    """Observes the fault points (runtime/faults.py) and keeps gradients."""
 
     def __init__(self, steps: tuple[int, ...]) -> None:
         self.steps = steps
@@ -149,7 +149,7 @@ class GradientRecorder:
         self.parts: dict[str, list[Tensor]] = {}
 
     def observe(self, point: str, step: int = 0, **seen: Any) -> None:
-        """Keeps the run when it is built, and the gradients of `steps` when they are complete."""
+        """Store the run when it is built, and the gradients of `steps` once they are complete."""
         if point == "run.built":
             self.run = seen["run"]
         if point == "step.backward" and step in self.steps and self.run is not None:
@@ -164,7 +164,7 @@ class GradientRecorder:
 
 
 def steps_of(argv: list[str], folder: Path, name: str, num_steps: int) -> TrainedSteps:
-    """Trains, and returns what is compared."""
+    """Train, and return the values to compare."""
     recorder = GradientRecorder((1, num_steps))
     make_injector = setup.fault_injector
     setup.fault_injector = lambda *_: recorder.observe
@@ -183,7 +183,7 @@ def steps_of(argv: list[str], folder: Path, name: str, num_steps: int) -> Traine
 
 
 def compare(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedSteps) -> dict:
-    """A row: the value that is nearest to its bound, or above it; and the figures of both."""
+    """Return a row with the value that is nearest to its bound, or above it, and the figures of both runs."""
     rows = [*figure_rows(kernels, reference, wide), *gradient_rows(kernels, reference, wide)]
     worst = max(rows, key=lambda row: row["error"] / row["bound"])
     figures = {"kernels": kernels.figures, "reference": reference.figures}
@@ -214,18 +214,18 @@ def gradient_rows(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedS
 
 
 def distance(a: float, b: float) -> float:
-    """|a - b|; infinite if either is NaN."""
+    """Return |a - b|, or infinity if either is NaN."""
     difference = abs(a - b)
     return float("inf") if difference != difference else difference
 
 
 def distance_of(a: Tensor, b: Tensor) -> float:
-    """||a - b||; infinite if it is NaN."""
+    """Return ||a - b||, or infinity if it is NaN."""
     return distance(float((a - b).norm()), 0.0)
 
 
 def check_model(name: str, device: str, is_tiny: bool, folder: Path) -> dict:
-    """Trains a model three times -> its row. Raises ConfigError where this machine does not take it."""
+    """Train a model three times and return its row. Raises ConfigError if this machine rejects it."""
     num_steps = TINY_STEPS if is_tiny else STEPS
     as_users_do = command_line(MODELS[name], device, is_tiny, in_fp32=False)
     in_fp32 = command_line(MODELS[name], device, is_tiny, in_fp32=True)
@@ -246,7 +246,7 @@ def check_model(name: str, device: str, is_tiny: bool, folder: Path) -> dict:
 
 
 def prepare(device: str) -> None:
-    """Makes the corpus that all models read, so that they need not make it beside each other."""
+    """Make the corpus that all models read, so that concurrent jobs need not make it."""
     cfg = resolve("llama3-tiny", None, ["--train.device", device])
     data = open_loader(cfg, "train", 0, 1)
     with_vocab(cfg, data.required_tokenizer.vocab)
@@ -256,7 +256,7 @@ def prepare(device: str) -> None:
 def report_model(
     report: Report, name: str, device: str, is_tiny: bool, folder: Path
 ) -> None:
-    """Reports the model's row: wrong, and absent where this machine does not take it."""
+    """Report the model's row, also if it is wrong, or absent because this machine rejects it."""
     report(starting=name)
     try:
         row = check_model(name, device, is_tiny, folder)

@@ -1,4 +1,4 @@
-"""The bytes of a checkout that is copied to a machine with a GPU, and which peers' packages are there."""
+"""The size of a checkout to copy to a machine with a GPU, and which peers are installed there."""
 
 import importlib.metadata
 import os
@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PEERS = "peers"  # the ignored folder that travels with the tracked files
+PEERS = "peers"  # the ignored folder that is copied along with the tracked files
 MADE = (PEERS, "runs", "out", "wandb", "__pycache__")  # folders that git ignores
-MOST_BYTES = 64 << 20  # what a machine takes that is reached by copies alone
+MOST_BYTES = 64 << 20  # upper limit of a machine that can only be reached by copying
 PEER_PACKAGES = ("torchtitan", "megatron-core", "transformer-engine", "liger-kernel")
 MISSING = "they are rows without a number; lab/docs/benchmarks.md says how to bring them (--site)"
 
 
 def tracked_files(root: Path = ROOT) -> list[Path]:
-    """The files that git tracks, and those that it neither tracks nor ignores.
+    """Return the files that git tracks, and those that it neither tracks nor ignores.
 
-    Without a repository: all but those of MADE and of hidden folders.
+    Without a repository: all files except those in MADE and in hidden folders.
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
@@ -29,7 +29,7 @@ def tracked_files(root: Path = ROOT) -> list[Path]:
 
 
 def is_made(path: Path) -> bool:
-    """Whether programs made the file, or it is a peer's. path: from the root."""
+    """Return whether a file is generated or a peer's. `path` is relative to the root."""
     return any(part in MADE or part.startswith(".") for part in path.parts[:-1])
 
 
@@ -38,7 +38,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def travel_bytes(root: Path = ROOT) -> tuple[int, int]:
-    """Bytes of the tracked files, and of the peers."""
+    """Return the bytes of the tracked files, and of the peers."""
     tracked = sum(path.stat().st_size for path in tracked_files(root))
     return tracked, sum(path.stat().st_size for path in files_below(root / PEERS))
 
@@ -52,7 +52,7 @@ def travel_line(root: Path = ROOT) -> str:
 
 
 def describe_peers(site: str) -> str:
-    """One line: which of the peers' packages are there. site: the folder that --site names, or nothing."""
+    """Return one line that lists the installed peers. `site` is the folder given by --site, or ""."""
     paths = [os.path.abspath(site)] if site else []
     found: dict[str, str] = {}
     for one in importlib.metadata.distributions(path=[*paths, *sys.path]):

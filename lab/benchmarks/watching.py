@@ -1,11 +1,11 @@
-"""python -m scripts.bench watching: what it costs a step to watch for faults.
+"""python -m scripts.bench watching: the overhead of fault detection on a step.
 
-A real run of train.py on several ranks, started by torchrun, in which each rank adds up
-- the seconds that its main thread spends in each watch (those of the slowest rank count: they contain the
-  wait for the other ranks);
-- the CPU-seconds that its watching threads use beside the steps.
+It launches a real run of train.py on several ranks with torchrun. Each rank adds up
+- the seconds that its main thread spends in each check (the slowest rank counts, since checks include waiting
+  for other ranks);
+- the CPU-seconds that its monitoring threads use during the steps.
 
-In the run the rarer watches come more often than usual; the table has what they cost at their usual interval.
+The run does the rarer checks more often than usual; the table scales their cost to the usual interval.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from runtime.slow import SlowRanks
 
 ROOT = Path(__file__).parents[2]
 REPORT = "BEVATRON_WATCHING_REPORT"  # names the folder where each rank writes its RankCosts
-AIM = 0.01  # of a step
+AIM = 0.01  # fraction of a step
 DOCUMENTS = 20_000
 LIMIT_S = 900.0
-SAMPLE_S = 0.2  # between two readings of the clocks of the threads
-OFTEN = 5  # steps between two comparisons, and steps of a window, in this run
+SAMPLE_S = 0.2  # interval between readings of the thread clocks
+OFTEN = 5  # steps between comparisons, and steps of a window, in this run
 WATCHING_THREADS = ("peers", "device", "lease", "pauses", "parent")
-HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")  # macOS has none
+HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")  # not on macOS
 MODEL = (
     "--model.layers", "4", "--model.hidden", "256", "--model.mixer.heads", "4", "--model.mixer.kv_heads", "4",
     "--model.mlp.width", "688",
@@ -55,16 +55,16 @@ RUN = (
 
 @dataclass(frozen=True)
 class Watch:
-    """Something that the main thread does to find a fault.
+    """A check that the main thread makes to detect a fault.
 
-    every: steps between two calls in a usual run; None if it is called once, before the first step.
+    every: steps between calls in a usual run; None if it runs once, before the first step.
     """
 
     what: str
     every: int | None
 
 
-# {a function of the program: what it watches}
+# {function of the program: what it checks}
 WATCHES = {
     "compare_replicas": Watch("what replicas share is compared", CheckpointConfig().check_replicas),
     "SlowRanks.add": Watch("the times of ranks are compared", LogConfig().slow_window),
@@ -77,23 +77,23 @@ WATCHES = {
 
 @dataclass
 class RankCosts:
-    """The costs of watches on one rank.
+    """The cost of the checks on one rank.
 
-    calls: {watch: seconds of each call}. threads: {name: CPU-seconds}. steps: seconds of
-    each step with all that follows it.
+    calls: {check: seconds of each call}. threads: {name: CPU-seconds}. steps: seconds of
+    each step with everything after it.
     """
 
     calls: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in WATCHES})
     threads: dict[str, float] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
-    seconds: float = 0.0  # in which the threads were read
+    seconds: float = 0.0  # duration of the thread readings
 
 
 # ---- a rank ------------------------------------------------------------------------------------------------
 
 
 def timed(report: RankCosts, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work`, whose seconds are written down."""
+    """Wrap `work` to record its seconds."""
 
     @functools.wraps(work)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -108,7 +108,7 @@ def timed(report: RankCosts, name: str, work: Callable[..., Any]) -> Callable[..
 
 @contextlib.contextmanager
 def watched(report: RankCosts) -> Iterator[None]:
-    """Within it the program writes down what its watches cost."""
+    """Record what the program's checks cost inside."""
 
     def step_done(step: int) -> None:
         now = time.perf_counter()
@@ -130,7 +130,7 @@ def watched(report: RankCosts) -> Iterator[None]:
 
 
 def read_threads(report: RankCosts, ended: threading.Event) -> None:
-    """A thread of its own: the CPU-seconds of the others, by name, until the run has ended."""
+    """Record the CPU-seconds of the other threads by name, in a thread, until the run has ended."""
     if not HAS_THREAD_CLOCKS:
         return
     begun = time.monotonic()
@@ -138,7 +138,7 @@ def read_threads(report: RankCosts, ended: threading.Event) -> None:
     while not ended.wait(SAMPLE_S):
         for thread in threading.enumerate():
             if thread.ident is not None and thread.name in WATCHING_THREADS:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the thread has just ended
                     clock = time.pthread_getcpuclockid(thread.ident)
                     last[thread.ident] = thread.name, time.clock_gettime(clock)
     report.seconds = time.monotonic() - begun
@@ -147,7 +147,7 @@ def read_threads(report: RankCosts, ended: threading.Event) -> None:
 
 
 def run_rank(argv: list[str]) -> int:
-    """train.py on this rank, and its RankCosts as a file. Returns the exit code."""
+    """Run train.py on this rank, write its RankCosts to a file and return the exit code."""
     report, ended = RankCosts(), threading.Event()
     reader = threading.Thread(target=read_threads, args=(report, ended), daemon=True, name="reader")
     reader.start()
@@ -171,7 +171,7 @@ def add_watching_options(watching: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError if the run fails."""
+    """Return the exit code. Raises ConfigError if the run fails."""
     if args.ranks < 2 or args.steps < 2 * OFTEN or args.batch < 4 or args.batch % 4:
         raise ConfigError(
             f"watching: two ranks or more, {2 * OFTEN} steps or more, a --batch of 4, 8, 12, ..."
@@ -190,7 +190,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_all(home: Path, args: argparse.Namespace) -> list[RankCosts]:
-    """The reports of the ranks of one run. Raises ConfigError if it does not end well."""
+    """Return the reports of the ranks of one run. Raises ConfigError if it fails."""
     data = write_corpus(home, DOCUMENTS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [
@@ -209,12 +209,12 @@ def run_all(home: Path, args: argparse.Namespace) -> list[RankCosts]:
 
 
 def step_seconds(reports: list[RankCosts]) -> float:
-    """The median over steps and ranks; of the first steps none, which connect."""
+    """Return the median over steps and ranks, excluding the first steps, which set up connections."""
     return median(seconds for report in reports for seconds in report.steps[OFTEN:])
 
 
 def rows_of(reports: list[RankCosts]) -> tuple[list[dict[str, str]], float]:
-    """(the table; the share of a step that all watches take which come in steps)."""
+    """Return (the table, the fraction of a step that all recurring checks and threads take)."""
     step_s = step_seconds(reports)
     rows, total = [], 0.0
     for name, watch in WATCHES.items():
@@ -237,7 +237,7 @@ def rows_of(reports: list[RankCosts]) -> tuple[list[dict[str, str]], float]:
 def row_of_watch(
     reports: list[RankCosts], name: str, watch: Watch, step_s: float
 ) -> tuple[dict[str, str], float]:
-    """(its row; its share of a step, 0 for what comes before the first)."""
+    """Return (its row, its fraction of a step, 0 for checks before the first one)."""
     calls = [report.calls[name] for report in reports if report.calls[name]]
     if not calls:
         raise ConfigError(f"watching: no rank has called {name}")
@@ -245,7 +245,7 @@ def row_of_watch(
         seconds = max(sum(each) for each in calls)
         row = {"watch": watch.what, "how often": "before the first step", "each": f"{1000 * seconds:.1f} ms"}
         return row, 0.0
-    if name == "SlowRanks.add":  # called in each step: what all calls of a window take
+    if name == "SlowRanks.add":  # called every step: count all calls of a window
         seconds = max(OFTEN * mean(each) for each in calls)
     else:
         seconds = max(median(each) for each in calls)

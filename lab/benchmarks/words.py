@@ -1,9 +1,9 @@
-"""python -m scripts.bench words: what ranks tell each other through the job's store, counted, for many ranks.
+"""python -m scripts.bench words: the traffic between ranks through the job's store, for many ranks.
 
-Each rank is a process with the PeerWatch that train.py has (runtime/peers.py): its connections, its watcher,
-its words. Without a model and a process group, two cores hold 64 ranks. One store, kept by rank 0,
-answers all of them, as in a job of any size. Its rate and the operations of a rank give the time of larger
-jobs: an extrapolation, which the table says.
+Each rank is a process with train.py's PeerWatch (runtime/peers.py): its connections, its watcher thread and
+its messages. Without a model and a process group, two cores can run 64 ranks. One store on rank 0 serves all
+of them, as in a job of any size. Its rate and the operations a rank extrapolate to the time of larger jobs,
+which the table marks as such.
 """
 
 import argparse
@@ -27,16 +27,16 @@ from parallel.wire.comm import PeerError
 from parallel.wire.world import launcher_store
 from runtime import failure, peers
 
-FAR = 16_384  # ranks that are extrapolated to
-GROWS = 1.5  # times more, from the smallest to the largest size, is growth and no accident
-LIMIT_S = 120.0  # of a story
-ATTENDANCE_S = 60.0  # in which all ranks have come to a barrier
-STORY_SECONDS = 60.0  # that a rank which waits would wait
+FAR = 16_384  # ranks to extrapolate to
+GROWS = 1.5  # growth from the smallest to the largest size beyond this factor is not noise
+LIMIT_S = 120.0  # for a story
+ATTENDANCE_S = 60.0  # for all ranks to reach a barrier
+STORY_SECONDS = 60.0  # how long a waiting rank would wait
 PRELOADED = ["runtime.peers", "lab.benchmarks.words"]
 # the counted operations of a store; all others pass through
 COUNTED = ("set", "get", "multi_get", "add", "check", "wait", "compare_set")
 
-# {story: what it is}
+# {story: what happens}
 STORIES = {
     "start": "a rank joins: its process, its watcher's connection",
     "end": "all ranks finish",
@@ -50,9 +50,9 @@ Pair = tuple[Synchronized, Synchronized]  # (operations, bytes)
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one story.
+    """The counts of one story.
 
-    operations, sent: by rank; sent in bytes of keys and values, both ways.
+    operations, sent: by rank; `sent` in bytes of keys and values, in both directions.
     seconds: until all ranks have ended.
     """
 
@@ -63,7 +63,7 @@ class Counts:
 
 
 class Totals:
-    """(operations, bytes) of a rank, shared with the parent; other ones from `switch` on."""
+    """The (operations, bytes) of a rank, shared with the parent; `switch` selects another pair."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -78,7 +78,7 @@ class Totals:
 
 
 class CountedStore:
-    """A connection to a store that counts what goes through it."""
+    """A connection to a store that counts its traffic."""
 
     def __init__(self, store: Any, totals: Totals) -> None:
         self.store = store
@@ -102,7 +102,7 @@ class CountedStore:
 
 
 def num_bytes(value: object) -> int:
-    """The bytes of a key or a value of the store; a number has 8."""
+    """Return the size of a key or value of the store; numbers count 8 bytes."""
     if isinstance(value, (list, tuple)):
         return sum(map(num_bytes, value))
     if isinstance(value, (str, bytes)):
@@ -130,9 +130,9 @@ class Rank:
 
 
 def run_rank(mine: Rank) -> None:
-    """The process of a rank."""
+    """Run the process of a rank."""
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)  # the causes that 64 ranks print
+    os.dup2(silence, 2)  # silences the error messages of 64 ranks
     os.environ.update(
         RANK=str(mine.rank), WORLD_SIZE=str(mine.size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(mine.port)
     )
@@ -146,12 +146,12 @@ def run_rank(mine: Rank) -> None:
         watch = peers.PeerWatch(mine.rank, mine.size)
     mine.meeting.wait(ATTENDANCE_S)  # all have started
     totals.switch(mine.after)
-    mine.meeting.wait(ATTENDANCE_S)  # the parent's clock runs
+    mine.meeting.wait(ATTENDANCE_S)  # the parent starts its clock
     failure.exit_process(failure.fail_cleanly(lambda _: play(mine, watch), []))
 
 
 def play(mine: Rank, watch: peers.PeerWatch) -> int:
-    """The story of this rank, from when all have started."""
+    """Play this rank's part of the story, once all have started."""
     with watch:
         if mine.story == "failure":
             if mine.rank == 1:
@@ -174,7 +174,7 @@ def free_port() -> int:
 
 
 def run_story(context: ForkServerContext, story: str, size: int) -> tuple[Counts, Counts]:
-    """(of the start, of what came after it). Raises ConfigError if the ranks do not end."""
+    """Return the counts (of the start, after the start). Raises ConfigError if the ranks do not end."""
     meeting = context.Barrier(size + 1)
     port = free_port()
 
@@ -217,7 +217,7 @@ def counts_of(totals: list[Pair], seconds: float) -> Counts:
 
 
 def measure_rate(size: int) -> float:
-    """Operations a second that one store answers, with `size` connections that each wait for every answer."""
+    """Measure the operations a second of one store, with `size` connections that await every answer."""
     listener = socket.create_server(("127.0.0.1", 0))
     keeper = launcher_store("127.0.0.1", listener.getsockname()[1], listener)
     asked = 4000 // size
@@ -244,7 +244,7 @@ def add_words_options(words: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError unless --ranks are numbers."""
+    """Return the exit code. Raises ConfigError if --ranks are not numbers."""
     sizes = sizes_of(args.ranks)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -265,7 +265,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Raises ConfigError."""
+    """Parse --ranks. Raises ConfigError."""
     try:
         sizes = sorted({int(word) for word in text.split(",")})
     except ValueError:
@@ -276,7 +276,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def rows_of(story: str, counts: Sequence[Counts], rate: float) -> list[dict[str, str]]:
-    """A row for each number of ranks, and one for FAR ranks."""
+    """Return a row for each number of ranks, and one for FAR ranks."""
     rows = [
         row_of(story, f"{each.size}", fmean(each.operations), max(each.operations), fmean(each.sent))
         | {"seconds": f"{each.seconds:.1f}"}
@@ -302,7 +302,7 @@ def row_of(story: str, ranks: str, operations: float, most: float, sent: float) 
 
 
 def line_at_far(counts: Sequence[Counts], values: Sequence[float]) -> float:
-    """The value at FAR ranks, on the line through the smallest and the largest size."""
+    """Return the value at FAR ranks, on the line through the smallest and the largest size."""
     smallest, largest = counts[0].size, counts[-1].size
     slope = (values[-1] - values[0]) / (largest - smallest)
     return values[-1] + slope * (FAR - largest)

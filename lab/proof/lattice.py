@@ -1,14 +1,14 @@
 """The lattice of layouts that scripts.verify proves: all legal layouts of a job, and cells that cover them.
 
 A layout says where things are: the degrees of parallelism (DEGREES) and the keys of LAYOUT. A switch says how
-a step runs there, or what a run reads, evaluates, saves and begins with (SWITCHES, BUNDLES). A cell is a
-layout together with one value of every switch.
+a step runs, or what a run reads, evaluates, saves and starts from (SWITCHES, BUNDLES). A cell is a layout
+with one value for every switch.
 
-- `find_layouts` enumerates the layouts and asks the same rules as train.py which of them are legal.
-- `all_cells` gives every legal cell.
-- `draw_cells` gives a random choice of legal cells.
-- `covering_cells` gives at least one cell for each layout, and each pair of values that is legal anywhere is
-  in at least one cell (pairwise covering arrays: Cohen et al., AETG, 1997).
+- `find_layouts` enumerates the layouts and applies train.py's own rules to keep the legal ones.
+- `all_cells` yields every legal cell.
+- `draw_cells` draws legal cells at random.
+- `covering_cells` returns at least one cell for each layout, and covers every pair of values that is legal
+  anywhere (pairwise covering arrays: Cohen et al., AETG, 1997).
 """
 import itertools
 import json
@@ -29,9 +29,9 @@ from config.values import Values, combinations
 from model.router import CapacityConfig, has_experts, mixture
 from parallel.pipeline.schedule import SCHEDULES
 
-# ---- what a cell is made of --------------------------------------------------------------------------------
+# ---- the parts of a cell -----------------------------------------------------------------------------------
 
-DEGREES = tuple(axis.key for axis in AXES)  # each takes the divisors of the world size
+DEGREES = tuple(axis.key for axis in AXES)  # each ranges over the divisors of the world size
 LAYOUT = {
     "sp": (False, True),
     "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
@@ -59,7 +59,7 @@ SWITCHES = {  # the first value of each is the default
     "fp8": (None, "tensorwise", "rowwise", "blockwise"),
     "ema": (None, 0.9),
     "async_save": (False, True),
-    "vocab_multiple": (32, 128),  # the latter leaves a quarter of 257 ids' rows to padding: whole shards
+    "vocab_multiple": (32, 128),  # with 128, padding takes a quarter of the rows for 257 ids: whole shards
     "geometry": ("small", "wide"),
     # the words of BUNDLES: several keys in one switch
     "numbers": (None, "numbers"),
@@ -74,7 +74,7 @@ BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "ph
 
 # Values of a switch that set several config keys.
 EXPANDED_VALUES: dict[tuple[str, object], Values] = {
-    # of full rank, which loses nothing
+    # full rank, which loses nothing
     ("reduce", "powersgd"): {"reduce": "collective", "compress": "powersgd", "powersgd_rank": 1 << 20},
     ("capacity", None): {"model.mlp.capacity": None},
     ("capacity", 1.0): {"model.mlp.capacity": CapacityConfig(factor=1.0)},
@@ -84,11 +84,11 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     ("mup", MUP_BASE): {"mup": MupConfig(base=MUP_BASE, head_dim=2)},
 }
 
-TRUNK_STEPS = 1  # of a run whose checkpoint another begins with
-NUM_STEPS = 20  # that a run announces
+TRUNK_STEPS = 1  # of the run whose checkpoint another starts from
+NUM_STEPS = 20  # the steps a run is configured for
 
-# {word of a switch: its keys}. A key that is an override of the proof keeps that value in every cell.
-# lab/proof/verify/tiny_config.py makes paths of the names of data, stores and other runs.
+# {word of a switch: its keys}. A key that the user overrides keeps that value in every cell.
+# lab/proof/verify/tiny_config.py turns the names of data, stores and other runs into paths.
 BUNDLES: dict[str, Values] = {
     "numbers": {
         "model.init_std": 0.05,
@@ -142,7 +142,7 @@ BUNDLES: dict[str, Values] = {
         "checkpoint.failed_saves": 0,
         "checkpoint.timeout_s": 600.0,
         "train.steps": None,
-        "train.flops": 1e13,  # thousands of steps: no rate falls
+        "train.flops": 1e13,  # thousands of steps, so the rate does not decay
     },
     "mirror": {
         "checkpoint.mirror": "file:///store",
@@ -163,9 +163,9 @@ BUNDLES: dict[str, Values] = {
     },
     "noise": {"log.noise_scale": True},
 }
-PHASES = ("train.phases",)  # of the word "phases": made for each cell
+PHASES = ("train.phases",)  # the value of "phases", built for each cell
 
-# The section of the config that a key is in; keys that are not listed are in `parallel`.
+# The config section of each key; keys not listed are in `parallel`.
 SECTION = {
     "layers": "model",
     "context": "model",
@@ -185,21 +185,21 @@ SECTION = {
     "async_save": "checkpoint",
 }
 
-# The geometry "wide": sequences longer than a block of attention's queries and not a power of two, a window
-# over many chunks of the ring, and buckets larger than a layer (those of "small" are smaller than its largest
-# parameter). 240 tokens are divided evenly over cp and tp up to 8.
+# The geometry "wide": sequences longer than an attention query block and not a power of two, a window that
+# spans many chunks of the ring, and buckets larger than a layer (those of "small" are smaller than its
+# largest parameter). 240 tokens divide evenly over cp and tp up to 8.
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
-SHORT = {"small": 16, "wide": 80}  # {geometry: tokens in a sequence of the second phase of train.phases}
+SHORT = {"small": 16, "wide": 80}  # {geometry: sequence length in the second of train.phases}
 
 # Warm-up, steady state and cool-down of these schedules need two microbatches per rank.
 TWO_MICROBATCHES_A_RANK = ("interleaved", "zb-v", "dualpipe-v")
 
-CANDIDATES = 12  # choices of switches that covering_cells compares for each layout
-NUM_RANDOM = 1000  # random choices of switches that come before all others
-CHANGED_SHARE = 1 / 3  # the share of its switches that a random choice changes
+CANDIDATES = 12  # switch settings that covering_cells compares for each layout
+NUM_RANDOM = 1000  # random switch settings tried before the full walk
+CHANGED_SHARE = 1 / 3  # fraction of the switches that a random setting changes
 
-# (why a cell would only repeat another one, when this is so)
+# (reason, predicate): cells that would only repeat another one
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
     (
         "parallel.sp: does nothing at tp 1",
@@ -241,12 +241,12 @@ IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
 
 
 def idle(values: Values, world: int) -> str | None:
-    """Returns why the cell would only repeat another one; None if it does not."""
+    """Return why the cell would only repeat another one, or None if it does not."""
     return next((why for why, is_idle in IDLE if is_idle(values, world)), None)
 
 
 def default_switches() -> Values:
-    """The first value of each switch."""
+    """Return the first value of each switch."""
     return {key: values[0] for key, values in SWITCHES.items()}
 
 
@@ -256,8 +256,9 @@ def default_switches() -> Values:
 class Lattice:
     """The layouts of a job on `world` ranks.
 
-    layouts: the legal ones, as values of DEGREES and LAYOUT. refused: {reason: number of layouts}, with the
-    idle ones. kept: section.key of overrides, which the wide geometry and BUNDLES leave as they are in cfg.
+    `layouts` are the legal ones, as values of DEGREES and LAYOUT. `refused` counts the illegal and idle ones
+    by reason. `kept` are the overridden section.key names, which the wide geometry and BUNDLES leave as in
+    cfg.
     """
 
     cfg: Config
@@ -267,9 +268,10 @@ class Lattice:
     kept: frozenset[str] = frozenset()
 
     def config(self, values: Values) -> Config:
-        """The job of a cell.
+        """Return the config of a cell.
 
-        It has no more layers and sequences than its stages and microbatches need: a proof pays for each.
+        It has only as many layers and sequences as its stages and microbatches need, since every proof pays
+        for them.
         """
         chunks = SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2  # stages per rank
         num_stages = values["pp"] * chunks
@@ -306,7 +308,7 @@ class Lattice:
         for switch in BUNDLE_SWITCHES:
             keys |= BUNDLES.get(keys.pop(switch), {})
         if self.world == 1:
-            keys.pop("checkpoint.replicas", None)  # on other nodes
+            keys.pop("checkpoint.replicas", None)  # needs other nodes
         seq_len = keys.get("seq_len", self.cfg.train.seq_len)
         if values["numbers"]:
             tokens = float(NUM_STEPS * global_batch * seq_len)
@@ -317,32 +319,31 @@ class Lattice:
         changed: Values = {}
         for key, value in keys.items():
             path = key if "." in key else f"{SECTION.get(key, 'parallel')}.{key}"
-            if key not in self.kept and has_path(self.cfg, path):  # of BUNDLES: a part that a model lacks
+            if key not in self.kept and has_path(self.cfg, path):  # BUNDLES may name a part the model lacks
                 changed[path] = value
         return with_values(self.cfg, changed)
 
     def _spare_layers(self, values: Values) -> int:
-        """How many layers more than stages: with one more, the stages differ.
+        """Return how many layers to add beyond one per stage. With one more, the stages differ in size.
 
-        Two more if fp8 keeps the first and the last layer in 16 bits, or if some layers of a mixture have no
-        experts.
+        Two more if fp8 keeps the first and the last layer in 16 bits, or if some layers of a MoE are dense.
         """
         model = self.cfg.model
         has_both = len({has_experts(model, layer) for layer in range(model.layers)}) > 1
         return 2 if values["fp8"] or has_both else 1
 
     def _global_batch(self, values: Values) -> int:
-        """Sequences of a step: enough for the warm-up and the steady state of the schedule."""
+        """Return the sequences per step: enough for the warm-up and the steady state of the schedule."""
         pp = values["pp"]
         dp = self.world // ranks_of_microbatch(values)
         num_microbatches = 2 * pp if values["schedule"] in TWO_MICROBATCHES_A_RANK else pp + 1
-        if values["ramp"]:  # its first step takes half of the microbatches
+        if values["ramp"]:  # the first step of a ramp takes half of the microbatches
             num_microbatches += num_microbatches % 2
         return min(self.cfg.train.global_batch, dp * values["micro_batch"] * num_microbatches)
 
     def _phases(self, values: Values, global_batch: int, seq_len: int) -> str:
-        """train.phases: shorter sequences, half of the batch where microbatches allow it, and another
-        schedule; then the first length, and another RoPE.
+        """Return train.phases: first shorter sequences, another schedule and, if microbatches allow it,
+        half the batch; then the original length and another RoPE.
         """
         second: Values = {
             "after_steps": 2,
@@ -359,13 +360,13 @@ class Lattice:
         return json.dumps([second, third])
 
     def is_legal(self, values: Values) -> bool:
-        """Whether the cell can be proved: it repeats no other one, and train.py runs it."""
+        """Return whether the cell can be proved: it is not idle, and train.py accepts it."""
         needs_experts = values["capacity"] is not None or values["ep_chunks"] > 1
         if idle(values, self.world) or (needs_experts and not has_path(self.cfg, "model.mlp.capacity")):
-            return False  # these are quick to ask
+            return False  # cheap to check
         bundles = [values[switch] for switch in BUNDLE_SWITCHES if values[switch]]
         if any(self.kept.issuperset(BUNDLES.get(word, PHASES)) for word in bundles):
-            return False  # nothing of it is left
+            return False  # a bundle has no effect here
         try:
             cfg = self.config(values)
             check_provable(cfg)
@@ -376,8 +377,8 @@ class Lattice:
 
 
 def check_provable(cfg: Config) -> None:
-    """Raises ConfigError if a job, though legal, is not a function of the global batch alone, or cannot read
-    the proof's data.
+    """Raise ConfigError if a legal job still depends on more than the global batch, or cannot read the
+    proof's data.
     """
     model = cfg.model
     if cfg.data.dtype and cfg.data.pack == "best_fit":
@@ -417,7 +418,7 @@ def check_provable(cfg: Config) -> None:
 
 
 def wide_variant(variant: BlockVariant) -> BlockVariant:
-    """The kind of block with the window of the wide geometry, if it has one."""
+    """Return the block variant with the window of the wide geometry, if it has a window."""
     changes = dict(variant.changes)
     if changes.get("mixer.window"):
         changes["mixer.window"] = WIDE_WINDOW
@@ -425,11 +426,9 @@ def wide_variant(variant: BlockVariant) -> BlockVariant:
 
 
 def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:
-    """The layouts of `world` ranks that are legal with the first value of every switch.
+    """Return the layouts of `world` ranks that are legal with the first value of every switch.
 
-    kept: see Lattice.
-
-    Raises ConfigError if no layout of the job can be proved (see `check_provable`).
+    `kept` is as in Lattice. Raises ConfigError if no layout of the job can be proved (see `check_provable`).
     """
     check_provable(cfg)
     found = Lattice(cfg, world, layouts=[], refused={}, kept=frozenset(kept))
@@ -450,7 +449,7 @@ def find_layouts(cfg: Config, world: int, kept: Iterable[str] = ()) -> Lattice:
 
 
 def refusal(found: Lattice, values: Values) -> str | None:
-    """Returns why the cell is idle or illegal; None if it is neither."""
+    """Return why the cell is idle or illegal, or None if it is neither."""
     why = idle(values, found.world)
     if why is not None:
         return why
@@ -461,13 +460,13 @@ def refusal(found: Lattice, values: Values) -> str | None:
     return None
 
 
-# ---- choices of values -------------------------------------------------------------------------------------
+# ---- switch settings ---------------------------------------------------------------------------------------
 
 def switches(stream: random.Random) -> Iterator[Values]:
-    """Every choice of switches once, without a list of them all, in an order that depends on `stream`.
+    """Yield every switch setting once, lazily, in an order that depends on `stream`.
 
-    First come random choices that change a third of the switches each: they are cheap to run and easy to
-    read, and every pair of values is in some of them. Then come all others.
+    Random settings that change a third of the switches each come first: they are cheap to run and easy to
+    read, and together they contain every pair of values. All others follow.
     """
     seen: set[tuple] = set()
     for chosen in itertools.chain(random_switches(stream), walk_switches(stream)):
@@ -478,7 +477,7 @@ def switches(stream: random.Random) -> Iterator[Values]:
 
 
 def random_switches(stream: random.Random) -> Iterator[Values]:
-    """NUM_RANDOM random choices of switches; some come more than once."""
+    """Yield NUM_RANDOM random switch settings, with possible repeats."""
     for _ in range(NUM_RANDOM):
         chosen = {}
         for key, (default, *others) in SWITCHES.items():
@@ -488,9 +487,9 @@ def random_switches(stream: random.Random) -> Iterator[Values]:
 
 
 def walk_switches(stream: random.Random) -> Iterator[Values]:
-    """Every choice of switches once: a walk over their numbers, from a random start with a random stride.
+    """Yield every switch setting once by walking their numbers with a random start and stride.
 
-    The stride has no divisor in common with the number of choices, so that the walk meets each of them.
+    The stride is coprime to the number of settings, so the walk visits all of them.
     """
     num_choices = math.prod(map(len, SWITCHES.values()))
     start = stream.randrange(num_choices)
@@ -507,10 +506,10 @@ def walk_switches(stream: random.Random) -> Iterator[Values]:
         yield chosen
 
 
-# ---- choices of cells --------------------------------------------------------------------------------------
+# ---- choosing cells ----------------------------------------------------------------------------------------
 
 def all_cells(found: Lattice, wanted: Callable[[Values], bool] = lambda values: True) -> Iterator[Values]:
-    """Every legal cell that is wanted: each layout with each choice of switches."""
+    """Yield every legal cell that `wanted` accepts: each layout with each switch setting."""
     every_choice = list(combinations(SWITCHES))
     for layout in found.layouts:
         for chosen in every_choice:
@@ -522,7 +521,7 @@ def all_cells(found: Lattice, wanted: Callable[[Values], bool] = lambda values: 
 def draw_cells(
     found: Lattice, n: int, seed: int, wanted: Callable[[Values], bool] = lambda values: True
 ) -> list[Values]:
-    """At most n wanted and legal cells, drawn at random: one of each layout before a second of any."""
+    """Draw at most n legal cells that `wanted` accepts, one per layout before a second of any."""
     stream = random.Random(seed)
 
     def cells_of(layout: Values) -> Iterator[Values]:
@@ -547,22 +546,22 @@ def draw_cells(
 
 
 def pairs_with_switches(values: Values) -> set[tuple]:
-    """The pairs of (key, value) in a cell, of which at least one is of a switch."""
+    """Return the pairs of (key, value) in a cell that involve at least one switch."""
     items = itertools.combinations(values.items(), 2)
     return {(one, other) for one, other in items if one[0] in SWITCHES or other[0] in SWITCHES}
 
 
 def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
-    """Legal cells with each layout at least once and each legal pair of values at least once."""
+    """Return legal cells that cover each layout and each legal pair of values at least once."""
     stream = random.Random(seed)
     defaults = default_switches()
     cells: list[Values] = []
     seen: set[tuple] = set()
 
     def add(layout: Values, wanted: Values, fallback: Values) -> None:
-        """Adds the legal cell of a layout with these values that has the most new pairs, of some candidates.
+        """Add the legal candidate cell of a layout with the most new pairs.
 
-        fallback: a legal one.
+        All candidates have the `wanted` values. `fallback` is a legal cell.
         """
         nonlocal seen
         chosen = itertools.islice(switches(stream), CANDIDATES)
@@ -574,7 +573,7 @@ def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
     for layout in found.layouts:
         add(layout, wanted={}, fallback=layout | defaults)
 
-    # The pairs that these have not met.
+    # pairs that are still missing
     switch_items = [(key, value) for key, values in SWITCHES.items() for value in values]
     layout_items = dict.fromkeys(item for layout in found.layouts for item in layout.items())
     for one, other in itertools.product((*layout_items, *switch_items), switch_items):
@@ -587,10 +586,10 @@ def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
 
 
 def cell_with(found: Lattice, one: tuple[str, Any], other: tuple[str, Any]) -> Values | None:
-    """The first legal cell with both (key, value) items; every other switch has its default.
+    """Return the first legal cell with both (key, value) items and every other switch at its default.
 
-    one: an item of a layout or of a switch. other: an item of a switch. Returns None if no such cell is
-    legal.
+    `one` is an item of a layout or of a switch, `other` an item of a switch. Returns None if there is no such
+    legal cell.
     """
     key, value = one
     for layout in found.layouts:

@@ -1,6 +1,6 @@
-"""Microbatches of random tokens, for what measures or tests a part of a step.
+"""Microbatches of random tokens, for benchmarks and tests of a part of a step.
 
-What is proved of the whole program reads files through the loader (lab/proof/verify/loop.py).
+The proof of the whole program reads files through the loader instead (lab/proof/verify/loop.py).
 """
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ DOCUMENT_STARTS_SHARE = 0.1
 
 
 class RandomTokens:
-    """A batch depends on (train.seed, step) alone, and is cut over the data-parallel ranks.
+    """Batches that depend only on (train.seed, step), sharded over the data-parallel ranks.
 
-    A fifth of the targets is ignored, and nearly all of the first sequence's: microbatches weigh unequally.
+    A fifth of the targets is ignored, and nearly all of those of the first sequence, so that microbatches
+    have unequal weights.
     """
 
     def __init__(self, cfg: Config, dp_index: int, dp_size: int) -> None:
@@ -25,9 +26,9 @@ class RandomTokens:
         self.dp_size = dp_size
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Those of one rank; step: counted from 0. No two share storage."""
+        """Return the microbatches of one rank for a step, counted from 0. No two share storage."""
         train = self.cfg.train
-        assert self.cfg.model.vocab is not None  # a trial's config has it
+        assert self.cfg.model.vocab is not None  # set in every trial's config
         size = global_batch_at(train, step)
         stream = torch.Generator().manual_seed(train.seed + step)
         ids = torch.randint(self.cfg.model.vocab, (size, train.seq_len + 1), generator=stream)

@@ -1,1 +1,1 @@
-"""Scaling experiments: a ladder of models, the laws that their losses follow, and what these foretell."""
+"""Scaling experiments: a ladder of models, the laws that their losses follow, and predictions from these."""

@@ -6,23 +6,23 @@
     python -m scripts.scaling sweep --rates 2e-3,4e-3,8e-3 --batches 8,16,32 --tokens 1e6
     python -m scripts.scaling systems --ranks 1,2 --layout "" --layout "tp 2"
 
-`ladder` trains models of one family (lab/scaling/ladder.py) for the same budgets of FLOPs. What is done is
-skipped, so the same command finishes a ladder that was stopped; larger depths may be added. --show prints its
-sizes, and trains nothing; --rung N runs one size alone, as an array job does (scripts/scaling/). Keys of
-train.py hold for all runs.
+`ladder` trains models of one family (lab/scaling/ladder.py) for the same FLOP budgets. Finished runs are
+skipped, so the same command resumes a ladder that was stopped; larger depths may be added. --show prints its
+sizes without training; --rung N runs a single size, as an array job does (scripts/scaling/). Keys of train.py
+apply to all runs.
 
-`fit` gives the laws and the best sizes, with figures and points.csv, in FOLDER/fit; of a CSV with the columns
-run, parameters, tokens, flops and loss, with --points. N of Kaplan's law is the column
+`fit` writes the laws and the optimal sizes, with figures and points.csv, to FOLDER/fit. With --points it fits
+a CSV with the columns run, parameters, tokens, flops and loss; N of Kaplan's law is the column
 parameters_without_embeddings, if there is one.
 
-`next` foretells the loss of a size that is not in the ladder, trains it, and says by how much it was missed.
+`next` predicts the loss of a size that is not in the ladder, trains it, and reports the error.
 
-`sweep` trains one model at every rate and batch for the same tokens: the best rate of each batch, and the
-critical batch beside the gradient noise scale (lab/scaling/sweep.py). All are validated on the same
-sequences.
+`sweep` trains one model at every rate and batch for the same tokens, and reports the best rate of each batch
+and the critical batch against the gradient noise scale (lab/scaling/sweep.py). All runs are validated on the
+same sequences.
 
-`systems` runs some steps on more and more ranks, in one or more layouts, with the same batch (strong scaling)
-and with one that grows (weak), and prints efficiency and MFU beside the planner's forecast
+`systems` runs a few steps on more and more ranks, in one or more layouts, with the same batch (strong
+scaling) and with a growing one (weak), and prints efficiency and MFU against the planner's forecast
 (lab/scaling/systems.py).
 """
 import argparse

@@ -1,7 +1,7 @@
-"""Runs a ladder, each run by a process of train.py, and reads what came out.
+"""Runs a ladder, each run in a train.py process, and reads the results.
 
-A run that is done is skipped, one that was stopped goes on where it was. So the same command again finishes a
-ladder that was killed, and an array job may run each size on a machine of its own.
+Finished runs are skipped and stopped ones are resumed, so the same command finishes a ladder that was killed,
+and an array job may run each size on another machine.
 """
 import math
 import os
@@ -29,12 +29,12 @@ Report = Callable[[str], None]
 
 
 class Programs:
-    """Runs programs, several at a time where threads ask for it.
+    """Runs programs, in parallel if called from several threads.
 
-    A signal that asks to stop is passed on to all that run: train.py then saves, and ends with code 75; no
-    further one starts.
+    A stop signal is passed on to all running programs, after which train.py saves and exits with code 75, and
+    no others are started.
 
-    Use it as a context, from the main thread.
+    Use it as a context manager from the main thread.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class Programs:
             process.send_signal(number)
 
     def run(self, words: list[str], output: Path) -> int:
-        """Runs a command, appends what it prints to a file, and returns its exit code."""
+        """Run a command, append its output to a file, and return its exit code."""
         if self.is_stopped:
             return STOPPED_EARLY
-        # our modules are found in whatever folder this was started
+        # makes our modules importable whatever the current folder
         path = os.pathsep.join([str(TRAIN_FILE.parent), os.environ.get("PYTHONPATH", "")])
         with open(output, "a") as file:
             process = subprocess.Popen(
@@ -73,7 +73,7 @@ class Programs:
                 start_new_session=True,
             )
             self.running.add(process)
-            if self.is_stopped:  # the signal came while it was started
+            if self.is_stopped:  # the signal came during the start
                 process.send_signal(signal.SIGTERM)
             try:
                 return process.wait()
@@ -81,7 +81,7 @@ class Programs:
                 self.running.discard(process)
 
     def train(self, argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
-        """Runs train.py, here or by `launcher`: a command that starts its ranks and takes its words."""
+        """Run train.py, directly or through the command `launcher`, which starts its ranks."""
         if launcher:
             return self.run([*launcher, *argv], output)
         if ranks == 1:
@@ -91,15 +91,16 @@ class Programs:
 
 
 def torchrun_words(ranks: int) -> list[str]:
-    """The words that start this many processes of another program on this node."""
+    """Return the arguments that start this many processes of another program on this node."""
     if ranks == 1:
         return [sys.executable]
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def kept_line(runs: Iterable[Path]) -> str:
-    """For the scripts of array jobs: the steps that these runs have kept, 1 or 0 for whether another start
-    may succeed of all that have not finished (- without any), and the hosts whose devices compute wrongly.
+    """Return a status line for the scripts of array jobs: the steps that these runs have saved, 1 or 0 for
+    whether all unfinished runs may be requeued (- without any), and the hosts with devices that compute
+    wrongly.
     """
     folders = [*runs]
     steps = sum(restarts.progress(folder).newest for folder in folders)
@@ -110,7 +111,7 @@ def kept_line(runs: Iterable[Path]) -> str:
 
 
 def run_all(chains: Iterable[Callable[[], int]], jobs: int) -> int:
-    """Calls all chains, `jobs` at a time. Returns the first exit code that is not 0: after it none begins."""
+    """Call all chains, `jobs` at a time, stopping at the first failure. Returns its exit code, or 0."""
     failed: list[int] = []
 
     def run_one(chain: Callable[[], int]) -> None:
@@ -126,16 +127,17 @@ def run_all(chains: Iterable[Callable[[], int]], jobs: int) -> int:
 def run_ladder(
     ladder: Ladder, runs: list[LadderRun], folder: Path, *, ranks: int, jobs: int, report: Report
 ) -> int:
-    """Runs what is not done yet; returns the exit code of train.py: 0, or of the first run that failed.
+    """Run what is not done yet. Returns train.py's exit code: 0, or that of the first failed run.
 
-    ranks: processes of each run, on this node. jobs: sizes that are trained at a time.
+    `ranks` is the number of processes of each run, on this node. `jobs` is the number of sizes trained at a
+    time.
     """
     with Programs() as programs:
         def chain(depth: int) -> int:
             own = [run for run in runs if run.depth == depth]
             return run_size(ladder, own, folder, ranks=ranks, programs=programs, report=report)
 
-        depths = dict.fromkeys(run.depth for run in runs)  # in their order
+        depths = dict.fromkeys(run.depth for run in runs)  # an ordered set
         return run_all([partial(chain, depth) for depth in depths], jobs)
 
 
@@ -148,7 +150,7 @@ def run_size(
     programs: Programs,
     report: Report,
 ) -> int:
-    """The runs of one size, in their order: the later ones branch from the first."""
+    """Run one size; its later runs branch from the first."""
     for run in runs:
         loss = final_loss(folder / run.name, run.steps)
         if loss is None:
@@ -166,9 +168,9 @@ def run_size(
 
 
 def final_loss(folder: Path, steps: int) -> float | None:
-    """The validation loss at the horizon of a run; None if it has not got there, NaN if it is not finite.
+    """Return the validation loss at the end of a run, None if it is not there yet, NaN if it is not finite.
 
-    Raises ConfigError if no target of the validation counts.
+    Raises ConfigError if the validation has no valid targets.
     """
     _, validations = read_metrics(folder)
     at_end = [row for row in validations if row["step"] == steps]
@@ -181,9 +183,9 @@ def final_loss(folder: Path, steps: int) -> float | None:
 
 
 def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = None) -> Points:
-    """The points of the finished runs. depths: of these sizes alone.
+    """Return the points of the finished runs, or only of these `depths`.
 
-    Raises ConfigError, which names the run, where one is not done, or has no finite loss.
+    Raises ConfigError, which names the run, if one is not done or has no finite loss.
     """
     rows: list[dict[str, float | str]] = []
     for run in (run for depth in depths or ladder.depths for run in runs_of(ladder, depth)):
@@ -206,7 +208,7 @@ def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = N
 
 
 def training_curves(ladder: Ladder, folder: Path) -> dict[int, tuple[Array, Array]]:
-    """{depth: (FLOPs [steps], training loss [steps])} of the longest run of each size."""
+    """Return {depth: (FLOPs [steps], training loss [steps])} of the longest run of each size."""
     curves: dict[int, tuple[Array, Array]] = {}
     for depth in ladder.depths:
         trunk = runs_of(ladder, depth)[0]

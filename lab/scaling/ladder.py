@@ -1,14 +1,13 @@
-"""A ladder: models of one family from a single dial, the depth, each trained for the same budgets of FLOPs.
+"""A ladder: models of one family set by a single dial, the depth, each trained for the same FLOP budgets.
 
-From depth n come n layers, a width of `aspect` n, heads of `head_dim` channels, each with keys and values of
-its own, and an MLP of 8/3 of the width. The learning rate is the same for all: muP (arXiv 2203.03466) scales
-it from the smallest width.
+Depth n means n layers, a width of `aspect` n, MHA with heads of `head_dim` channels, and an MLP of 8/3 of the
+width. The learning rate is the same for all: muP (arXiv 2203.03466) transfers it from the smallest width.
 
-The schedule is warmup, stable, decay (arXiv 2404.06395): so one run serves all horizons of a size (arXiv
-2405.18392). The longest budget is trained as a whole, and leaves a checkpoint where the decay of each shorter
-budget begins; a run of a shorter budget resumes from it and decays. Budgets are `ratio` apart, so these steps
-are multiples of the first. So all runs of a size have the warmup of its longest, and check_ladder sees to it
-that it leaves the shortest one its stable part.
+The schedule is warmup, stable, decay (arXiv 2404.06395), so one run serves all horizons of a size (arXiv
+2405.18392). The longest budget is trained in full, and leaves a checkpoint where the decay of each shorter
+budget starts; the run of a shorter budget resumes from it and decays. Budgets are a factor of `ratio` apart,
+so these steps are multiples of the first. All runs of a size thus share the warmup of its longest run, and
+check_ladder ensures that it leaves the shortest one a stable phase.
 """
 import json
 import math
@@ -28,13 +27,13 @@ from lab.scaling.manifest import first_difference, refuse_other, write_manifest
 from lab.scaling.settings import refuse_own_keys, words_of
 
 LADDER_FILE = "ladder.json"  # in the folder of a ladder
-DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % enough)
-STEP_UNIT = round(1 / DECAY_FRACTION)  # steps of a run are a multiple: its decay begins at a whole step
+DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % sufficient)
+STEP_UNIT = round(1 / DECAY_FRACTION)  # steps of a run are a multiple: its decay starts at a whole step
 LEAST_STEPS = 50  # of the shortest run
-TRIED_FACTORS = (2, 4, 8, 16, 32, 64, 128)  # of more FLOPs and smaller batches, where runs are too short
-LEAST_BUDGETS = 2  # a power law of the budget goes through two or more
-WARMUP_SHARE = 0.1  # of the shortest run: what train.py gives a run of its own at most
-# what a ladder sets itself in every run, besides what follows from the depth (model_keys)
+TRIED_FACTORS = (2, 4, 8, 16, 32, 64, 128)  # for more FLOPs or smaller batches, if runs are too short
+LEAST_BUDGETS = 2  # a power law of the budget needs at least two
+WARMUP_SHARE = 0.1  # of the shortest run: train.py's limit for a separate run
+# keys that a ladder sets in every run, besides those that follow from the depth (model_keys)
 OWN_KEYS = (
     "log.dir", "log.name", "train.steps", "train.tokens", "train.flops",
     "optim.decay", "optim.decay_fraction", "optim.min_lr", "eval.every", "eval.sample",
@@ -44,7 +43,7 @@ OWN_KEYS = (
 
 @dataclass(frozen=True)
 class Ladder:
-    """The plan of a ladder. flops: the first budget; budgets: how many; ratio: between one and the next.
+    """The plan of a ladder: `budgets` FLOP budgets from `flops` on, each `ratio` times the previous one.
 
     settings: [key, value] pairs of train.py that hold for all runs.
     """
@@ -65,10 +64,10 @@ class Ladder:
 class LadderRun:
     """One run of a ladder.
 
-    flops: what it takes, close to the budget.
-    parameters: of a mixture those that a token uses.
-    non_embedding_parameters: of these, the ones outside of embedding and head.
-    trunk: the run whose checkpoint at step `branch_step` it continues, or None if it starts from nothing.
+    flops: its total, close to the budget.
+    parameters: for a mixture, the active ones.
+    non_embedding_parameters: these without embedding and head.
+    trunk: the run whose checkpoint at step `branch_step` it resumes, or None if it starts from scratch.
     stable_steps: before the first decay of any budget; a trunk saves at its multiples.
     """
     name: str
@@ -85,7 +84,7 @@ class LadderRun:
 
 
 def read_ladder(folder: Path) -> Ladder:
-    """The ladder that was started in this folder. Raises ConfigError."""
+    """Read the ladder of this folder. Raises ConfigError."""
     path = folder / LADDER_FILE
     try:
         tree = json.loads(path.read_text())
@@ -97,9 +96,9 @@ def read_ladder(folder: Path) -> Ladder:
 
 
 def write_ladder(ladder: Ladder, folder: Path) -> None:
-    """Keeps what the ladder is, to which depths may be added.
+    """Write the plan of a ladder, to which depths may be added later.
 
-    Raises ConfigError if another one was started in the folder.
+    Raises ConfigError if the folder belongs to another ladder.
     """
     path = folder / LADDER_FILE
     if path.exists():
@@ -115,12 +114,12 @@ def write_ladder(ladder: Ladder, folder: Path) -> None:
 
 
 def comparable_tree(ladder: Ladder) -> dict[str, Any]:
-    """Settings in any order are the same."""
+    """Return the ladder as a tree in which the order of settings does not matter."""
     return {**asdict(ladder), "settings": dict(ladder.settings)}
 
 
 def check_added_depths(before: Ladder, ladder: Ladder, folder: Path) -> None:
-    """Raises ConfigError unless all depths are still there, and muP's base, which is the smallest."""
+    """Raise ConfigError unless all depths are still there, including the smallest, muP's base."""
     missing = sorted(set(before.depths) - set(ladder.depths))
     told = ",".join(map(str, before.depths))
     if missing:
@@ -132,7 +131,7 @@ def check_added_depths(before: Ladder, ladder: Ladder, folder: Path) -> None:
 
 
 def check_ladder(ladder: Ladder) -> None:
-    """Raises ConfigError for a ladder that cannot be run, or from which no law could be seen."""
+    """Raise ConfigError for a ladder that cannot be run, or that cannot reveal a law."""
     if not (math.isfinite(ladder.flops) and ladder.flops > 0):
         raise ConfigError(f"--flops: {ladder.flops}; FLOPs of the first budget, above 0, as 6e11")
     if len(set(ladder.depths)) != len(ladder.depths) or min(ladder.depths, default=0) < 1:
@@ -159,7 +158,7 @@ def check_ladder(ladder: Ladder) -> None:
 
 
 def ways_to_more_steps(ladder: Ladder) -> str:
-    """What makes the runs of a ladder long enough: each of the ways has been tried."""
+    """Return options that make the runs of a ladder long enough; each has been checked."""
     settings = dict(ladder.settings)
     train = config_of_depth(ladder, min(ladder.depths)).train
 
@@ -182,12 +181,12 @@ def ways_to_more_steps(ladder: Ladder) -> str:
 
 
 def words_text(settings: dict[str, str], keys: tuple[str, ...]) -> str:
-    """These keys as a command line sets them."""
+    """Return these keys as command-line arguments."""
     return " ".join(words_of((key, settings[key]) for key in keys))
 
 
 def is_long_enough(ladder: Ladder) -> bool:
-    """Whether all runs have LEAST_STEPS and more, and the warmup leaves them their stable part."""
+    """Return whether all runs have at least LEAST_STEPS, and a stable phase after the warmup."""
     if any(run.steps < LEAST_STEPS for run in runs_of(ladder)):
         return False
     try:
@@ -199,7 +198,7 @@ def is_long_enough(ladder: Ladder) -> bool:
 
 
 def check_settings(ladder: Ladder) -> None:
-    """Raises ConfigError for keys of train.py that a ladder sets itself, or cannot count with."""
+    """Raise ConfigError for keys of train.py that a ladder sets itself or does not support."""
     own = (*OWN_KEYS, *(f"model.{key}" for key in model_keys(ladder, min(ladder.depths))))
     refuse_own_keys(ladder.settings, own, "a ladder")
     train = resolve(ladder.recipe, None, words_of(ladder.settings)).train
@@ -210,14 +209,14 @@ def check_settings(ladder: Ladder) -> None:
 
 
 def warmup_of(ladder: Ladder, depth: int) -> int:
-    """Steps of the warmup of every run of this size: those of its trunk, which the others continue."""
+    """Return the warmup steps of every run of this size: those of its trunk, which the others resume."""
     trunk = runs_of_depth(ladder, depth)[0]
-    # as optim/lr.py has it
+    # as in optim/lr.py
     return min(config_of_depth(ladder, depth).optim.warmup, trunk.steps // 10)
 
 
 def check_warmup(ladder: Ladder) -> None:
-    """Raises ConfigError where the warmup takes more of a size's shortest run than the decay does."""
+    """Raise ConfigError if the warmup of a size's shortest run takes longer than its decay."""
     depth = min(ladder.depths, key=lambda each: runs_of_depth(ladder, each)[-1].steps)
     warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
     if warmup > DECAY_FRACTION * shortest.steps:
@@ -229,8 +228,9 @@ def check_warmup(ladder: Ladder) -> None:
 
 
 def warmup_line(ladder: Ladder, depth: int) -> str | None:
-    """Says by how much the warmup of a size's shortest run is longer than in a run of its own; None if it
-    is not."""
+    """Return by how much the warmup of a size's shortest run exceeds that of a separate run, None if it does
+    not.
+    """
     warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
     most = int(WARMUP_SHARE * shortest.steps)
     if warmup <= most:
@@ -240,14 +240,14 @@ def warmup_line(ladder: Ladder, depth: int) -> str | None:
 
 
 def config_of_depth(ladder: Ladder, depth: int) -> Config:
-    """The recipe with the ladder's settings and the model of this depth."""
+    """Return the recipe with the ladder's settings and the model of this depth."""
     cfg = resolve(ladder.recipe, None, words_of(ladder.settings))
     tree = merge(plain_data(cfg.model), model_keys(ladder, depth), ModelConfig)
     return replace(cfg, model=build_tree(ModelConfig, tree, "model."))
 
 
 def model_keys(ladder: Ladder, depth: int) -> dict[str, int]:
-    """Keys of model.* that follow from the depth."""
+    """Return the model.* keys that follow from the depth."""
     hidden = ladder.aspect * depth
     return {
         "layers": depth,
@@ -258,14 +258,15 @@ def model_keys(ladder: Ladder, depth: int) -> dict[str, int]:
 
 
 def family_model(head_dim: int) -> ModelConfig:
-    """A model with the proportions of all sizes. The MLP is 8/3 as wide as the hidden state: its three
-    matrices hold what two of 4 would."""
+    """Return a model with the proportions of all sizes. The MLP is 8/3 as wide as the hidden state, so that
+    its three matrices have as many parameters as two of width 4.
+    """
     mixer = AttentionConfig(heads=3, kv_heads=3, head_dim=head_dim)
     return replace(defaults().model, hidden=3 * head_dim, mixer=mixer, mlp=MLPConfig(width=8 * head_dim))
 
 
 def runs_of(ladder: Ladder, depth: int | None = None) -> list[LadderRun]:
-    """The runs in the order in which they can run: of each depth the trunk first. depth: of this alone."""
+    """Return the runs of the ladder, or of one depth, in a valid order: each depth's trunk comes first."""
     found: list[LadderRun] = []
     for each in ladder.depths if depth is None else (depth,):
         found += runs_of_depth(ladder, each)
@@ -304,17 +305,17 @@ def runs_of_depth(ladder: Ladder, depth: int) -> list[LadderRun]:
 
 
 def run_name(depth: int, budget: int) -> str:
-    """Budgets are counted from 1 in names."""
+    """Return a run's name, in which budgets are counted from 1."""
     return f"d{depth}-b{budget + 1}"
 
 
 def stable_part(steps: int) -> int:
-    """The steps before the decay."""
+    """Return the steps before the decay."""
     return steps - steps // STEP_UNIT
 
 
 def train_arguments(ladder: Ladder, run: LadderRun, folder: Path) -> list[str]:
-    """The arguments of train.py for a run of the ladder in this folder."""
+    """Return the arguments of train.py for a run of the ladder in this folder."""
     settings = dict(ladder.settings)
     for key, value in model_keys(ladder, run.depth).items():
         settings[f"model.{key}"] = str(value)
@@ -325,7 +326,7 @@ def train_arguments(ladder: Ladder, run: LadderRun, folder: Path) -> list[str]:
         "optim.decay": "wsd",
         "optim.decay_fraction": str(DECAY_FRACTION),
         "optim.min_lr": "0",
-        "eval.every": "none",  # at the end alone
+        "eval.every": "none",  # only at the end
         "eval.sample": "0",
         "checkpoint.every": str(run.stable_steps),
         "checkpoint.keep": str(ladder.ratio**ladder.budgets),  # all
@@ -337,7 +338,7 @@ def train_arguments(ladder: Ladder, run: LadderRun, folder: Path) -> list[str]:
 
 
 def describe_ladder(ladder: Ladder) -> str:
-    """A table of the sizes, and of the tokens that each budget gives them."""
+    """Return a table of the sizes and of the tokens for each budget."""
     budgets = ladder.all_flops()
     lines = [f"{'depth':>5}{'width':>7}{'parameters':>12}  " + "".join(f"{flops:>12.2g}" for flops in budgets)
              + "  FLOPs"]

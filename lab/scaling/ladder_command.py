@@ -1,4 +1,4 @@
-"""The commands of a ladder: `ladder` trains it, `fit` gives its laws, `next` tests them on another size."""
+"""The commands of a ladder: `ladder` trains it, `fit` fits its laws, `next` tests them on another size."""
 import argparse
 import json
 import math
@@ -29,8 +29,8 @@ from plan.points import Array, Points, check_enough, read_points, write_points
 from lab.scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
 from lab.scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, jobs_of, parse_settings, say
 
-LEAST_BOOTSTRAPS = 2  # a percentile is of several draws
-SECONDS_BETWEEN_LINES = 10.0  # of progress
+LEAST_BOOTSTRAPS = 2  # a percentile needs several draws
+SECONDS_BETWEEN_LINES = 10.0  # interval of progress lines
 
 # ---- ladder ------------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def say_warmups(ladder: Ladder, depths: Iterable[int]) -> None:
-    """One line for each size whose shortest run has a longer warmup than a run of its own would."""
+    """Print a line for each size whose shortest run has a longer warmup than a separate run."""
     for depth in depths:
         line = warmup_line(ladder, depth)
         if line is not None:
@@ -130,7 +130,7 @@ def fit_command(args: argparse.Namespace) -> int:
 
 
 def told_fit(law: Law, points: Points, bootstraps: int) -> Fit:
-    """fit_law, which says now and then on stderr how far it is."""
+    """Call fit_law, with progress lines on stderr."""
     told = time.monotonic()
 
     def tell(done: int) -> None:
@@ -143,19 +143,19 @@ def told_fit(law: Law, points: Points, bootstraps: int) -> Fit:
 
 
 def check_bootstraps(count: int) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if there are too few bootstraps."""
     if count < LEAST_BOOTSTRAPS:
         raise ConfigError(f"--bootstraps: {count}; at least {LEAST_BOOTSTRAPS}, from which the intervals are")
 
 
 @dataclass
 class Approaches:
-    """The optima that could be had. missing: {approach: why it could not}."""
+    """The optima of the approaches that worked. missing: {approach: why it did not}."""
     optima: list[Optimum] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, find: Callable[[], Optimum], picture: Path) -> Optimum | None:
-        """picture: of the approach; where it cannot be had, that of an earlier fit is removed."""
+        """Add an approach's optimum. If it fails, remove the picture of an earlier fit."""
         try:
             optimum = find()
         except ConfigError as error:
@@ -167,7 +167,7 @@ class Approaches:
 
 
 def add_ladder_optima(found: Approaches, ladder: Ladder, folder: Path, points: Points, out: Path) -> None:
-    """The two approaches that need a ladder, with their figures."""
+    """Add the two approaches that need a ladder, with their figures."""
     sizes = {run.depth: float(run.parameters) for run in runs_of(ladder)}
     budget_of = {run.name: run.budget for run in runs_of(ladder)}
 
@@ -202,7 +202,7 @@ def next_command(args: argparse.Namespace) -> int:
     if depth in ladder.depths:
         raise ConfigError(f"--depth: {depth} is in the ladder; the next size is one that is not")
 
-    # foretold and written down before it is run
+    # the prediction is written before the run
     fit = told_fit(CHINCHILLA, points, args.bootstraps)
     runs = runs_of(ladder, depth)
     for run in runs:
@@ -218,7 +218,7 @@ def next_command(args: argparse.Namespace) -> int:
     told = []
     for run in runs:
         measured = final_loss(args.folder / run.name, run.steps)
-        if measured is not None and math.isnan(measured):  # said so by run_ladder
+        if measured is not None and math.isnan(measured):  # run_ladder has reported it
             continue
         told.append(forecast(fit, run.name, run.parameters, run.tokens, measured))
         say("\n".join(wrapped(forecast_line(told[-1]), output_width())))

@@ -1,4 +1,4 @@
-"""The manifest of an experiment: the file in its folder that says what it is. So results of other settings
+"""The manifest of an experiment: a file in its folder that describes it, so that results of other settings
 are neither shown as its own nor mixed with them.
 """
 import json
@@ -14,12 +14,12 @@ Tree = Mapping[str, Any]
 
 
 def keep_manifest(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...], has_results: bool) -> None:
-    """Writes what an experiment is, or checks it against what was written before.
+    """Write the description of an experiment, or check it against the existing one.
 
-    tree: {key: value} that JSON can hold; "settings" is {key of train.py: value}.
-    what: the kind of experiment. may_grow: keys that are lists, which keep the values of earlier calls.
-    has_results: whether the folder has some; without the file nothing says whose.
-    Raises ConfigError where the folder holds another experiment.
+    `tree` is JSON {key: value}, where "settings" is {key of train.py: value}.
+    `what` is the kind of experiment. Keys in `may_grow` are lists, which keep the values of earlier calls.
+    `has_results` says that the folder has some; without the file, their origin is unknown.
+    Raises ConfigError if the folder belongs to another experiment.
     """
     before: dict[str, Any] = {}
     if path.exists():
@@ -40,7 +40,7 @@ def keep_manifest(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...
 
 
 def read_manifest(path: Path, what: str) -> dict[str, Any]:
-    """Raises ConfigError."""
+    """Read a manifest. Raises ConfigError."""
     try:
         tree = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -52,16 +52,16 @@ def read_manifest(path: Path, what: str) -> dict[str, Any]:
 
 
 def write_manifest(path: Path, tree: Tree) -> None:
-    """As a whole: the jobs of an array start together."""
+    """Write it atomically, because the jobs of an array start together."""
     temp = path.with_name(f"{path.name}.{os.getpid()}")
     temp.write_text(json.dumps(tree, indent=1) + "\n")
     temp.replace(path)
 
 
 def first_difference(old: Tree, new: Tree, left_out: tuple[str, ...] = ()) -> tuple[str, Any, Any] | None:
-    """(key, its old value, its new one) of the first that is not the same; of "settings" the key within.
+    """Return (key, old value, new value) of the first difference, with the inner key for "settings".
 
-    A value that only one has is NOT_SET in the other.
+    A value that only one side has is NOT_SET on the other.
     """
     for key, value in new.items():
         before = old.get(key, NOT_SET)
@@ -77,6 +77,6 @@ def first_difference(old: Tree, new: Tree, left_out: tuple[str, ...] = ()) -> tu
 
 
 def refuse_other(path: Path, what: str, key: str, old: Any, new: Any) -> None:
-    """Raises ConfigError: the folder holds another experiment."""
+    """Raise ConfigError because the folder belongs to another experiment."""
     raise ConfigError(f"--out: {path.parent} holds a {what} with {key} {old}, not {new}; its runs could not "
                       "be compared: set it back, or choose another folder")

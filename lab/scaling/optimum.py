@@ -1,10 +1,10 @@
-"""The best size of a model for a budget of FLOPs: the three approaches of arXiv 2203.15556, section 3.
+"""The optimal model size for a FLOP budget: the three approaches of arXiv 2203.15556, section 3.
 
-    envelope    which size has the least loss after so many FLOPs, along the curves of training (section 3.1)
+    envelope    the size with the lowest loss at a given FLOP count, along the training curves (section 3.1)
     isoflop     the vertex of a parabola through the losses of all sizes at one budget (section 3.2)
     parametric  the minimum of a fitted law under FLOPs = factor N D (section 3.3)
 
-Each gives N = k C^a and, with it, D = C / (factor N), which grows as C^(1 - a).
+Each yields N = k C^a and, with it, D = C / (factor N), which grows as C^(1 - a).
 """
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ from config import ConfigError
 from plan.laws import INTERVAL, Fit
 from plan.points import Array, Points
 
-SMOOTHING = 0.02  # of the way to a point, over whose last steps its loss is averaged
-ENVELOPE_BINS = 100  # budgets, evenly spaced in logarithms, at which the envelope is read
+SMOOTHING = 0.02  # window of the average before a point, as a fraction of its position
+ENVELOPE_BINS = 100  # log-spaced budgets at which the envelope is evaluated
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class PowerLaw:
 
 @dataclass(frozen=True)
 class Optimum:
-    """How the best number of parameters grows with the budget.
+    """How the optimal number of parameters grows with the budget.
 
-    exponent_interval: of 95 % of the draws; None where there are too few runs to draw again.
-    budgets, sizes: the optima that the power law goes through, if it was fitted to some.
+    exponent_interval: the 95 % bootstrap interval, None if there are too few runs to resample.
+    budgets, sizes: the optima that the power law is fitted to, if any.
     """
     approach: str
     parameters: PowerLaw
@@ -55,10 +55,10 @@ def fit_power_law(x: Array, y: Array) -> PowerLaw:
 
 
 def envelope_optimum(curves: dict[float, tuple[Array, Array]], flops_factor: float) -> Optimum:
-    """curves: {parameters: (FLOPs [steps], loss [steps])}, in the order of training.
+    """Return the envelope optimum of curves {parameters: (FLOPs [steps], loss [steps])}, in training order.
 
-    Before the decay of their learning rate losses are higher than those of finished runs, of all sizes alike:
-    sizes are compared with each other here, not with the other approaches.
+    Before the decay of the learning rate, losses are higher than those of finished runs, for all sizes alike:
+    this compares sizes with each other, not with the other approaches.
     """
     smooth = {size: (flops, smoothed(flops, loss)) for size, (flops, loss) in curves.items()}
     budgets, sizes, _ = envelope(smooth)
@@ -74,9 +74,9 @@ def envelope_optimum(curves: dict[float, tuple[Array, Array]], flops_factor: flo
 
 
 def envelope(curves: dict[float, tuple[Array, Array]]) -> tuple[Array, Array, Array]:
-    """(budgets, the size with the least loss at each, that loss), where all sizes were trained so far.
+    """Return (budgets, the size with the lowest loss at each, that loss), within what all sizes reached.
 
-    A loss that is not finite is the least nowhere.
+    A loss that is not finite is never the lowest.
     """
     low = max(flops[0] for flops, _ in curves.values())
     high = min(flops[-1] for flops, _ in curves.values())
@@ -95,18 +95,18 @@ def envelope(curves: dict[float, tuple[Array, Array]]) -> tuple[Array, Array, Ar
 
 
 def smoothed(position: Array, loss: Array) -> Array:
-    """At each step the mean loss of those since (1 - SMOOTHING) of its position, itself included: [steps].
+    """Return the mean loss [steps] of each step over those since (1 - SMOOTHING) of its position, inclusive.
 
-    position: what the steps are counted in, as tokens or FLOPs, rising. What comes after a step changes
-    nothing, so runs of any length are alike where they have done the same. Losses that are not finite are
-    left out; NaN where there is no other.
+    `position` is what steps are measured in, such as tokens or FLOPs, and rises. Later steps have no
+    influence, so runs of any length agree where they did the same. Losses that are not finite are excluded;
+    the result is NaN where no other is left.
     """
     # the steps start .. end - 1 of each mean
     ends = np.arange(1, len(loss) + 1)
     first_near = np.searchsorted(position, (1 - SMOOTHING) * position, side="right")
     starts = np.minimum(ends - 1, first_near)
 
-    # sum and number of the finite losses among them
+    # sum and count of the finite losses among them
     is_finite = np.isfinite(loss)
     sums_before = np.cumsum(np.insert(np.where(is_finite, loss, 0.0), 0, 0.0))
     counts_before = np.cumsum(np.insert(is_finite.astype(float), 0, 0.0))
@@ -132,7 +132,10 @@ class Parabola:
 
 
 def isoflop_optimum(points: Points, budget_of: dict[str, int]) -> tuple[Optimum, list[Parabola]]:
-    """budget_of: {run: which budget it had}. Raises ConfigError where a budget has no optimum inside."""
+    """Return the isoflop optimum, where `budget_of` is {run: index of its budget}.
+
+    Raises ConfigError if a budget has no interior optimum.
+    """
     parabolas: list[Parabola] = []
     for budget in sorted(set(budget_of.values())):
         rows = np.array([row for row, run in enumerate(points.runs) if budget_of[run] == budget])
@@ -146,9 +149,9 @@ def isoflop_optimum(points: Points, budget_of: dict[str, int]) -> tuple[Optimum,
 
 
 def fit_parabola(points: Points, budget: int) -> Parabola:
-    """Through the losses of all sizes at one budget, by least squares.
+    """Fit a parabola to the losses of all sizes at one budget, by least squares.
 
-    Raises ConfigError if fewer than three sizes were run, or if the losses have no minimum among them.
+    Raises ConfigError if there are fewer than three sizes, or if the losses have no interior minimum.
     """
     if len(points.sizes) < 3:
         raise ConfigError(f"fit: budget {budget + 1} has {len(points.sizes)} sizes; a parabola needs three")
@@ -168,10 +171,10 @@ def fit_parabola(points: Points, budget: int) -> Parabola:
 
 
 def parametric_optimum(fit: Fit, flops_factor: float, budgets: Array) -> Optimum:
-    """Of the law E + A / N^alpha + B / D^beta (arXiv 2203.15556, equation 4): N = G (C / factor)^a with
-    a = beta / (alpha + beta), G = (alpha A / (beta B))^(1 / (alpha + beta)).
+    """Return the optimum of the law E + A / N^alpha + B / D^beta (arXiv 2203.15556, equation 4):
+    N = G (C / factor)^a with a = beta / (alpha + beta), G = (alpha A / (beta B))^(1 / (alpha + beta)).
 
-    Raises ConfigError if the fitted loss does not fall with both.
+    Raises ConfigError if the fitted loss does not fall with both N and D.
     """
     alpha, beta = fit.theta[3:]
     if alpha <= 0 or beta <= 0:
@@ -192,7 +195,7 @@ def parametric_optimum(fit: Fit, flops_factor: float, budgets: Array) -> Optimum
 
 
 def parametric_power_law(theta: Array, flops_factor: float) -> PowerLaw:
-    """theta: log A, log B, log E, alpha, beta."""
+    """Return the power law for theta: log A, log B, log E, alpha, beta."""
     log_a, log_b, _, alpha, beta = theta
     exponent = beta / (alpha + beta)
     log_g = (np.log(alpha / beta) + log_a - log_b) / (alpha + beta)

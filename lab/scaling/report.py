@@ -1,4 +1,4 @@
-"""The results of a fit, as text and as data."""
+"""The results of a fit, as text and as JSON."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +10,13 @@ from lab.scaling.optimum import Optimum
 from plan.points import NON_EMBEDDING, Points
 
 LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval
-BUDGET_WIDTH = 2 + 30  # of a budget
-UNDETERMINED = 10.0  # between the ends of a number's interval
+BUDGET_WIDTH = 2 + 30  # columns of a budget
+UNDETERMINED = 10.0  # ratio of an interval's ends beyond which a number is undetermined
 
 
 @dataclass(frozen=True)
 class LossForecast:
-    """The forecast of the law for a run, before it is run. measured: its loss, once it was."""
+    """The law's prediction for a run, made before it. measured: its loss, once it has run."""
     name: str
     parameters: int
     tokens: int
@@ -26,12 +26,12 @@ class LossForecast:
 
     @property
     def miss(self) -> float | None:
-        """Relative: above 0 where the run was worse than foretold."""
+        """The relative error, positive if the run was worse than predicted."""
         return None if self.measured is None else self.measured / self.loss - 1
 
 
 def law_lines(fit: Fit, points: Points) -> list[str]:
-    """The numbers of a law with their intervals, and how far it is from the runs."""
+    """Return the numbers of a law with their intervals, and its residuals."""
     intervals = fit.intervals()
     lines = [f"{fit.law.name}: loss = {fit.law.formula}, {len(points)} runs of {len(points.sizes)} sizes"]
     if fit.law.counts_non_embedding(points):
@@ -50,13 +50,14 @@ def law_lines(fit: Fit, points: Points) -> list[str]:
 
 
 def is_determined(low: float, high: float) -> bool:
-    """Whether an interval says something: its ends, which are above 0, are within a power of ten."""
+    """Return whether the ends of an interval, both positive, are within a power of ten."""
     return high < UNDETERMINED * low
 
 
 def optimum_lines(optima: list[Optimum], budgets: list[float], width: int | None = None) -> list[str]:
-    """Best sizes and tokens of each approach, for some budgets of FLOPs: in a terminal of that width for as
-    many of the last as fit."""
+    """Return the optimal sizes and tokens of each approach, for as many of the largest budgets as fit into a
+    terminal of this width.
+    """
     if width is not None:
         fitting = (width - LEFT_WIDTH) // BUDGET_WIDTH
         budgets = budgets[-max(1, fitting):]
@@ -86,7 +87,7 @@ def forecast_line(forecast: LossForecast) -> str:
 def as_tree(
     fits: list[Fit], optima: list[Optimum], points: Points, missing: Mapping[str, str]
 ) -> dict[str, Any]:
-    """All of it for a JSON file. missing: {approach: why it cannot be had}."""
+    """Return the results as a JSON tree. `missing` is {approach: why it failed}."""
     laws = {}
     for fit in fits:
         laws[fit.law.name] = {
@@ -110,5 +111,5 @@ def as_tree(
 
 
 def finite_or_none(value: float) -> float | None:
-    """JSON has no other number."""
+    """Return the value, or None if it is not finite, which JSON cannot represent."""
     return value if np.isfinite(value) else None

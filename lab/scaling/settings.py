@@ -1,4 +1,4 @@
-"""The keys of train.py that a scaling experiment sets, and what the words of its command line say."""
+"""The train.py keys of scaling experiments, and parsing of their command lines."""
 import argparse
 import math
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from config import ConfigError, usable_cores
 from config.reading import dotted_overrides
 
-# For a laptop: bytes of the source of Python's standard library.
+# for a laptop: the source bytes of Python's standard library
 LAPTOP_SETTINGS = {
     "data.tokenizer": "bytes",
     "model.vocab": "257",
@@ -17,11 +17,11 @@ LAPTOP_SETTINGS = {
     "optim.lr": "6e-3",
     "optim.warmup": "20",
     "eval.batches": "64",
-    "train.threads": "1",  # of a process: --jobs uses the other cores
+    "train.threads": "1",  # per process; --jobs uses the other cores
 }
-# Of a ladder on a laptop, whose smallest models spend most of their time in attention: shorter sequences.
+# for a ladder on a laptop, where small models spend most of their time in attention: shorter sequences
 LAPTOP_LADDER = {"train.seq_len": "64", "train.micro_batch": "32", "train.global_batch": "32"}
-# Of the model that sweep and systems train on a laptop.
+# the model that sweep and systems train on a laptop
 LAPTOP_MODEL = {
     "model.layers": "4",
     "model.hidden": "64",
@@ -35,23 +35,20 @@ LAPTOP_MODEL = {
 def parse_settings(
     recipe: str, rest: list[str], laptop: dict[str, str] = LAPTOP_SETTINGS
 ) -> tuple[tuple[str, str], ...]:
-    """The --section.key VALUE of a command line, over the laptop's where the recipe is the laptop's."""
+    """Parse --section.key VALUE arguments, with laptop settings as defaults for the laptop's recipe."""
     settings = dict(laptop) if recipe == "quickstart" else {}
     return tuple((settings | dotted_overrides(rest)).items())
 
 
 def refuse_own_keys(settings: Iterable[tuple[str, str]], own: Iterable[str], what: str) -> None:
-    """Raises ConfigError for a setting that an experiment makes itself, and would override.
-
-    what: the experiment, as "a ladder".
-    """
+    """Raise ConfigError for settings that the experiment `what`, such as "a ladder", would override."""
     for key, _ in settings:
         if key in own:
             raise ConfigError(f"{key}: {what} sets it itself; leave it out")
 
 
 def words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
-    """The command line of train.py that says these settings, [key, value] pairs."""
+    """Return [key, value] pairs as train.py arguments."""
     words: list[str] = []
     for key, value in settings:
         words += [f"--{key}", value]
@@ -59,7 +56,7 @@ def words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def parse_numbers(option: str, text: str) -> tuple[float, ...]:
-    """Finite numbers, with commas between them. Raises ConfigError."""
+    """Parse finite numbers separated by commas. Raises ConfigError."""
     try:
         numbers = tuple(float(word) for word in text.split(","))
     except ValueError as error:
@@ -70,7 +67,7 @@ def parse_numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def parse_whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """Raises ConfigError."""
+    """Parse whole numbers separated by commas. Raises ConfigError."""
     numbers = parse_numbers(option, text)
     if not all(number.is_integer() for number in numbers):
         raise ConfigError(f"{option}: {text!r} is no list of whole numbers, as 1,2,4")
@@ -78,7 +75,7 @@ def parse_whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def jobs_of(args: argparse.Namespace) -> int:
-    """Runs at a time: --jobs, or for the quickstart one a core. Raises ConfigError for a number below 1."""
+    """Return the concurrent runs: --jobs, or for the quickstart one a core. Raises ConfigError below 1."""
     if args.jobs is None:
         jobs = usable_cores() if args.recipe == "quickstart" else 1
     else:
@@ -90,5 +87,5 @@ def jobs_of(args: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    """Prints a line as a whole, from any thread."""
+    """Print a line atomically, from any thread."""
     print(f"{text}\n", end="", flush=True)

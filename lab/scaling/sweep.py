@@ -1,13 +1,13 @@
 """A sweep: one model at several learning rates and batch sizes, each for the same tokens.
 
-The rate is constant after its warmup, so that the loss after any number of tokens is that of a run in its own
-right. A batch of B tokens reaches a loss in S steps and E = S B tokens; arXiv 1812.06162 (section 2.3) finds
+The rate is constant after its warmup, so the loss after any number of tokens is that of a separate run. A
+batch of B tokens reaches a loss in S steps and E = S B tokens; arXiv 1812.06162 (section 2.3) finds
 
     (S / S_min - 1) (E / E_min - 1) = 1,    which is    S = S_min + E_min / B,
 
-so a line through the steps over 1 / B has both, and the critical batch E_min / S_min: there a run takes twice
-the least steps and twice the least tokens. Beside it stands the noise scale that the gradients themselves
-showed on the way (optim/noise.py), which foretells it.
+so a line through the steps over 1 / B yields both, and the critical batch E_min / S_min, at which a run takes
+twice the minimum steps and twice the minimum tokens. For comparison there is the gradient noise scale
+measured along the way (optim/noise.py), which predicts it.
 """
 import csv
 import math
@@ -28,9 +28,9 @@ from plan.points import Array
 from lab.scaling.settings import refuse_own_keys, words_of
 
 COLUMNS = ("run", "rate", "batch_tokens", "steps", "loss", "train_loss", "steps_to_target", "noise_scale")
-LEAST_STEPS = 20  # of a run: the smoothing needs some
+LEAST_STEPS = 20  # of a run, for the smoothing
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep
-# what a sweep sets itself in every run, besides train.global_batch, with which eval.batches is counted
+# keys that a sweep sets in every run, besides train.global_batch, which eval.batches depends on
 OWN_KEYS = (
     "log.dir", "log.name", "train.steps", "train.tokens", "train.flops", "optim.decay", "eval.every",
     "eval.sample",
@@ -39,7 +39,7 @@ OWN_KEYS = (
 
 @dataclass(frozen=True)
 class Sweep:
-    """rates: of optim.lr. batches: sequences of a step. tokens: of each run.
+    """rates: of optim.lr. batches: sequences a step. tokens: of each run.
 
     settings: [key, value] pairs of train.py that hold for all runs.
     """
@@ -52,7 +52,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep. batch: sequences of a step; batch_tokens: its tokens."""
+    """One run of a sweep. batch: sequences a step; batch_tokens: their tokens."""
     name: str
     rate: float
     batch: int
@@ -62,9 +62,9 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class SweepCurve:
-    """The curve that a run of a sweep left. tokens, loss (of training, smoothed), noise_s, noise_g2: [steps].
+    """The training curve of a run. tokens, loss (smoothed), noise_s, noise_g2: [steps].
 
-    final_loss: of the validation at its end. noise_s and noise_g2 are NaN where they were not measured.
+    final_loss: of the final validation. noise_s and noise_g2 are NaN where they were not measured.
     """
     run: SweepRun
     tokens: Array
@@ -74,7 +74,7 @@ class SweepCurve:
     final_loss: float
 
     def steps_to(self, target: float) -> float:
-        """Steps until the smoothed loss is first at or below the target, between steps; NaN if never."""
+        """Return the interpolated steps until the smoothed loss reaches the target, NaN if it never does."""
         below = np.flatnonzero(self.loss <= target)
         if not len(below):
             return math.nan
@@ -82,12 +82,12 @@ class SweepCurve:
         if last == 0:
             return 1.0
         before, at = self.loss[last - 1], self.loss[last]
-        if math.isnan(before):  # no step before it has a finite loss
+        if math.isnan(before):  # no earlier step has a finite loss
             return last + 1.0
         return last + float((before - target) / (before - at))
 
     def noise_scale_at(self, steps: float) -> float:
-        """Tokens; the ratio of the means of its two parts over the half of the steps before this one."""
+        """Return the noise scale in tokens, with both parts averaged over the last half of the steps."""
         end = min(len(self.loss), max(1, round(steps)))
         part = slice(end // 2, end)
         known = np.isfinite(self.noise_s[part]) & np.isfinite(self.noise_g2[part])
@@ -102,7 +102,7 @@ class SweepCurve:
 class CriticalBatch:
     """S = least_steps + least_tokens / B, fitted to the best rate of each batch.
 
-    batches (tokens of a step), steps, noise_scales: [n]. target: the loss that all of them reach.
+    batches (tokens a step), steps, noise_scales: [n]. target: the loss that all of them reach.
     """
     target: float
     least_steps: float
@@ -117,7 +117,7 @@ class CriticalBatch:
         return self.least_tokens / self.least_steps
 
     def __call__(self, batch: float | Array) -> float | Array:
-        """Steps to the target with a batch of so many tokens."""
+        """Return the steps to the target at this batch size in tokens."""
         return self.least_steps + self.least_tokens / batch
 
 
@@ -125,12 +125,12 @@ class CriticalBatch:
 
 
 def config_of_sweep(sweep: Sweep) -> Config:
-    """The recipe with the sweep's settings."""
+    """Return the recipe with the sweep's settings."""
     return resolve(sweep.recipe, None, words_of(sweep.settings))
 
 
 def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
-    """Raises ConfigError for a sweep that cannot be run."""
+    """Raise ConfigError for a sweep that cannot be run."""
     if not sweep.rates or min(sweep.rates) <= 0 or len(set(sweep.rates)) != len(sweep.rates):
         raise ConfigError("--rates: different learning rates above 0, as 1e-3,2e-3,4e-3")
     if not sweep.batches or min(sweep.batches) < 1 or len(set(sweep.batches)) != len(sweep.batches):
@@ -160,9 +160,9 @@ def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
 
 
 def keep_sweep(sweep: Sweep, folder: Path) -> None:
-    """Keeps what the sweep is, to which rates and batches may be added; makes the folder.
+    """Write the description of a sweep and create its folder. Rates and batches may be added later.
 
-    Raises ConfigError if another one was started in it.
+    Raises ConfigError if the folder belongs to another sweep.
     """
     tree = {
         "recipe": sweep.recipe,
@@ -182,19 +182,18 @@ def keep_sweep(sweep: Sweep, folder: Path) -> None:
 
 
 def validation_sequences(cfg: Config) -> int:
-    """Sequences that every run of a sweep is validated on: those that the recipe's own batch makes of
-    eval.batches."""
+    """Return the validation sequences of every run of a sweep: eval.batches of the recipe's batch size."""
     return cfg.eval.batches * cfg.train.global_batch
 
 
 def batches_for_all(sweep: Sweep, cfg: Config) -> int:
-    """The least eval.batches, not below that of the config, whose sequences all batches divide."""
+    """Return the smallest eval.batches, at least the config's, whose sequences all batch sizes divide."""
     unit = math.lcm(*sweep.batches, cfg.train.global_batch) // cfg.train.global_batch
     return math.ceil(cfg.eval.batches / unit) * unit
 
 
 def runs_of_sweep(sweep: Sweep) -> list[SweepRun]:
-    """Every rate at every batch, the largest batch first: it has the fewest steps."""
+    """Return every rate at every batch, largest batch first, since it has the fewest steps."""
     seq_len = config_of_sweep(sweep).train.seq_len
     runs: list[SweepRun] = []
     for batch in sorted(sweep.batches, reverse=True):
@@ -211,10 +210,10 @@ def runs_of_sweep(sweep: Sweep) -> list[SweepRun]:
 
 
 def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> list[str]:
-    """The arguments of train.py for a run of the sweep in this folder.
+    """Return the arguments of train.py for a run of the sweep in this folder.
 
-    The noise scale is measured (unless log.noise_scale is set to false) where the batch has two parts: on one
-    rank two micro-batches.
+    The noise scale is measured (unless log.noise_scale is set to false) if the batch has two parts: on one
+    rank, two micro-batches.
     """
     given = dict(sweep.settings)
     largest = run.batch // (ranks if ranks > 1 else 2)
@@ -229,7 +228,7 @@ def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> li
         "train.micro_batch": str(micro_batch),
         "optim.lr": repr(run.rate),
         "optim.decay": "constant",
-        "eval.every": "none",  # at the end alone
+        "eval.every": "none",  # only at the end
         "eval.batches": str(validation_sequences(config_of_sweep(sweep)) // run.batch),
         "eval.sample": "0",
     }
@@ -237,15 +236,15 @@ def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> li
 
 
 def micro_batch_of(sequences: int, most: int) -> int:
-    """The largest divisor of a rank's sequences that is not above `most`; 1 at least."""
+    """Return the largest divisor of a rank's sequences that is at most `most` and at least 1."""
     return max(divisor for divisor in config.divisors(sequences) if divisor <= max(1, most))
 
 
-# ---- what they say -----------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------------
 
 
 def read_curve(run: SweepRun, folder: Path) -> SweepCurve | None:
-    """None if the run is not at its end yet. Raises ConfigError if no target of its validation counts."""
+    """Read the curve of a run, None if it is unfinished. Raises ConfigError without validation targets."""
     final = final_loss(folder / run.name, run.steps)
     if final is None:
         return None
@@ -266,8 +265,9 @@ def column(rows: Rows, name: str) -> Array:
 
 
 def best_of_batch(curves: list[SweepCurve]) -> dict[int, SweepCurve]:
-    """{batch_tokens: the curve with the least loss at its end}, the smallest batch first. Diverged runs are
-    left out."""
+    """Return {batch_tokens: the curve with the lowest final loss}, smallest batch first. Diverged runs are
+    excluded.
+    """
     best: dict[int, SweepCurve] = {}
     for curve in sorted(curves, key=lambda curve: curve.run.batch_tokens):
         if not math.isfinite(curve.final_loss):
@@ -279,12 +279,13 @@ def best_of_batch(curves: list[SweepCurve]) -> dict[int, SweepCurve]:
 
 
 def best_rate(curves: list[SweepCurve]) -> float | None:
-    """The vertex of a parabola through the losses over log rates of one batch; None where it has none between
-    the rates that were run, or fewer than three runs are finite."""
+    """Return the vertex of a parabola through the losses over log rates of one batch, or None if it is not
+    between the rates that were run, or fewer than three runs are finite.
+    """
     finite = [curve for curve in curves if math.isfinite(curve.final_loss)]
     if len(finite) < 3:
         return None
-    # around the least loss, where it is a parabola
+    # near the lowest loss, where it is parabolic
     finite.sort(key=lambda curve: curve.run.rate)
     place = min(range(len(finite)), key=lambda index: finite[index].final_loss)
     if place in (0, len(finite) - 1):
@@ -296,10 +297,10 @@ def best_rate(curves: list[SweepCurve]) -> float | None:
 
 
 def critical_batch(curves: list[SweepCurve], target: float | None = None) -> CriticalBatch | None:
-    """None with fewer than three batches, or where the steps do not fall with the batch as the law has them.
+    """Fit the critical batch. Returns None for fewer than three batches, or if the steps defy the law.
 
-    target: a training loss. By default the largest that some batch ends with, at its best rate: all reach it.
-    Raises ConfigError if a batch does not reach a given target.
+    `target` is a training loss, by default the highest final loss among the batches at their best rates,
+    which all of them reach. Raises ConfigError if a batch does not reach a given target.
     """
     best = list(best_of_batch(curves).values())
     if len(best) < 3:
@@ -313,7 +314,7 @@ def critical_batch(curves: list[SweepCurve], target: float | None = None) -> Cri
         raise ConfigError(f"--target: {missing.run.name} ends at {least:.4f} and never reaches {target}; "
                           "give a higher loss, or raise --tokens")
 
-    # least squares of S = S_min + E_min / B, relative to the steps: they lie a factor apart
+    # relative least squares of S = S_min + E_min / B, since the steps differ by a factor
     batches = np.array([float(curve.run.batch_tokens) for curve in best])
     design = np.stack([np.ones_like(batches), 1 / batches], axis=1) / steps[:, None]
     (least_steps, least_tokens), *_ = np.linalg.lstsq(design, np.ones_like(batches), rcond=None)
@@ -331,7 +332,7 @@ def critical_batch(curves: list[SweepCurve], target: float | None = None) -> Cri
 
 
 def sweep_lines(curves: list[SweepCurve], critical: CriticalBatch | None) -> list[str]:
-    """A table of the losses, the best rate of each batch, and the critical batch."""
+    """Return a table of the losses, the best rate of each batch, and the critical batch."""
     rates = sorted({curve.run.rate for curve in curves})
     lines = [f"validation loss at the end{'':<2}" + "".join(f"{f'lr {rate:g}':>12}" for rate in rates)
              + f"{'best lr':>12}"]
@@ -354,7 +355,7 @@ def sweep_lines(curves: list[SweepCurve], critical: CriticalBatch | None) -> lis
 
 
 def best_rate_text(curve_of_rate: dict[float, SweepCurve]) -> str:
-    """The vertex of the parabola, or the best rate that was run: "edge" if lower losses may lie outside."""
+    """Return the vertex of the parabola or the best rate, with "edge" if lower losses may lie outside."""
     vertex = best_rate(list(curve_of_rate.values()))
     if vertex is not None:
         return f"{vertex:.2g}"
@@ -367,7 +368,7 @@ def best_rate_text(curve_of_rate: dict[float, SweepCurve]) -> str:
 
 
 def write_sweep(curves: list[SweepCurve], critical: CriticalBatch | None, path: Path) -> None:
-    """The runs as a CSV with COLUMNS; a number that was not measured is empty."""
+    """Write the runs as a CSV with COLUMNS; a number that was not measured is empty."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)

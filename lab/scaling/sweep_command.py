@@ -98,14 +98,14 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def tokens_of(number: float) -> int:
-    """Of --tokens. Raises ConfigError."""
+    """Return --tokens as a whole number. Raises ConfigError."""
     if not (math.isfinite(number) and number >= 1):
         raise ConfigError(f"--tokens: {number}; tokens of each run, at least 1, as 1e6")
     return round(number)
 
 
 def run_of_sweep(sweep: Sweep, run: SweepRun, args: argparse.Namespace, programs: Programs) -> int:
-    """Runs what is not done yet. A run that diverges is a result: the others go on."""
+    """Run a run unless it is done. Divergence is a result: the others continue."""
     output = args.out / f"{run.name}.log"
     if read_curve(run, args.out) is None:
         code = programs.train(sweep_arguments(sweep, run, args.out, args.ranks), args.ranks, output)
@@ -133,7 +133,7 @@ def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
     check_systems(systems)
     if args.only is not None and args.only not in systems.ranks:
         raise ConfigError(f"--only: {args.only} is none of --ranks {args.ranks}")
-    named_hardware(systems, args)  # refused before anything is written
+    named_hardware(systems, args)  # raises before anything is written
     keep_systems(systems, args.out, args.cluster)
 
     with Programs() as programs:
@@ -148,7 +148,7 @@ def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def run_cells(systems: Systems, args: argparse.Namespace, programs: Programs) -> int:
-    """Runs all cells, one after another; returns the first exit code that is not 0."""
+    """Run all cells one after another. Returns the first nonzero exit code, or 0."""
     failed = 0
     for ranks in systems.ranks if args.only is None else (args.only,):
         hardware = hardware_of(systems, args, ranks, programs)
@@ -166,7 +166,7 @@ def run_cells(systems: Systems, args: argparse.Namespace, programs: Programs) ->
 def run_cell(
     systems: Systems, cell: ScalingCell, layout: ScalingLayout, args: argparse.Namespace, programs: Programs
 ) -> int:
-    """Runs a cell and says how it ended; returns train.py's exit code."""
+    """Run a cell, report how it ended, and return train.py's exit code."""
     launcher = shlex.split(args.launcher) if args.launcher else None
     output = args.out / f"{cell.name}.log"
     code = programs.train(cell_arguments(systems, cell, layout, args.out), cell.ranks, output, launcher)
@@ -179,7 +179,7 @@ def run_cell(
 
 
 def named_hardware(systems: Systems, args: argparse.Namespace) -> Hardware | None:
-    """The row that --cluster names; None without it. Raises ConfigError."""
+    """Return the hardware that --cluster names, None without it. Raises ConfigError."""
     cfg = config_of_recipe(systems)
     if not args.cluster:
         return None
@@ -194,7 +194,7 @@ def named_hardware(systems: Systems, args: argparse.Namespace) -> Hardware | Non
 def hardware_of(
     systems: Systems, args: argparse.Namespace, ranks: int, programs: Programs
 ) -> Hardware | None:
-    """The hardware that the forecast for so many ranks rests on; None on a GPU without --cluster."""
+    """Return the hardware behind the forecast for this number of ranks, None on a GPU without --cluster."""
     cfg = config_of_recipe(systems)
     named = named_hardware(systems, args)
     if named is not None:

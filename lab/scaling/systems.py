@@ -1,10 +1,10 @@
-"""How a job scales over ranks and layouts, measured beside the planner's forecast.
+"""How a job scales over ranks and layouts, measured against the planner's forecast.
 
     strong   the same global batch on more ranks
     weak     a global batch that grows with the ranks
 
-Each cell - a mode, a layout, a number of ranks - is a short run of train.py. Efficiency is a rank's tokens a
-second, over those of the fastest cell with the fewest ranks of its mode.
+Each cell - a mode, a layout, a number of ranks - is a short run of train.py. Efficiency is the tokens a
+second a rank, relative to the fastest cell with the fewest ranks in the same mode.
 """
 import csv
 import json
@@ -26,7 +26,7 @@ from lab.scaling.settings import words_of
 
 MODES = ("strong", "weak")
 SYSTEMS_FILE = "systems.json"  # in the folder of all cells
-CELL_FILE = "cell.json"  # in the folder of a cell's run, once it has run
+CELL_FILE = "cell.json"  # in the folder of a cell, once it has run
 WARM_UP = 2  # steps of a run that are not counted: they compile, connect and allocate
 LEAST_STEPS = 5
 TEXT_COLUMNS = ("mode", "layout")  # of the table; the others are numbers
@@ -35,7 +35,7 @@ FIRST_TO_GO = ("its MFU", "MFU", "forecast: ms", "batch", "its efficiency")  # i
 
 @dataclass(frozen=True)
 class ScalingLayout:
-    """settings: [key, value] pairs of parallel.* (others work too), whatever the number of ranks."""
+    """settings: [key, value] pairs of parallel.* (others work too), for any number of ranks."""
     name: str
     settings: tuple[tuple[str, str], ...]
 
@@ -53,16 +53,16 @@ class Systems:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that the forecast rests on, and the peak that MFU is counted against."""
+    """The hardware of the forecast, and the peak that MFU is relative to."""
     cluster: Cluster
     efficiency: Efficiency
 
 
 @dataclass(frozen=True)
 class ScalingCell:
-    """forecast_s: seconds of a step, by the planner; None without a cluster.
+    """forecast_s: the planner's seconds a step, None without a cluster.
 
-    flops: of a step, on all ranks. peak_flops: of a rank; None without a cluster.
+    flops: a step, over all ranks. peak_flops: of a rank, None without a cluster.
     """
     name: str
     mode: str
@@ -93,11 +93,11 @@ class MeasuredCell:
         return self.cell.flops / (self.step_s * self.cell.ranks * peak) if peak else None
 
 
-# ---- what is run -------------------------------------------------------------------------------------------
+# ---- runs --------------------------------------------------------------------------------------------------
 
 
 def parse_layout(text: str) -> ScalingLayout:
-    """"tp 2, zero 1" or "--parallel.tp 2 --parallel.zero 1"; "" is one of data parallelism alone.
+    """Parse "tp 2, zero 1" or "--parallel.tp 2 --parallel.zero 1"; "" is pure data parallelism.
 
     Raises ConfigError.
     """
@@ -112,7 +112,7 @@ def parse_layout(text: str) -> ScalingLayout:
 
 
 def check_systems(systems: Systems) -> None:
-    """Raises ConfigError for what cannot be run at all; a cell that is not possible is told apart later."""
+    """Raise ConfigError for what cannot run at all; impossible cells are reported later."""
     if not systems.ranks or min(systems.ranks) < 1 or len(set(systems.ranks)) != len(systems.ranks):
         raise ConfigError("--ranks: different numbers of processes, all at least 1, as 1,2,4")
     if systems.steps < LEAST_STEPS:
@@ -124,9 +124,9 @@ def check_systems(systems: Systems) -> None:
 
 
 def keep_systems(systems: Systems, folder: Path, cluster: str | None) -> None:
-    """Keeps what is measured in the folder, to which modes, layouts and ranks may be added; makes the folder.
+    """Write the description of the folder and create it. Modes, layouts and ranks may be added later.
 
-    cluster: of the forecast. Raises ConfigError if something else was measured in it.
+    `cluster` is that of the forecast. Raises ConfigError if the folder belongs to another measurement.
     """
     layouts: list[str] = []
     for layout in systems.layouts:
@@ -137,7 +137,7 @@ def keep_systems(systems: Systems, folder: Path, cluster: str | None) -> None:
         "steps": systems.steps,
         "cluster": cluster,
         "settings": dict(systems.settings),
-        "fewest ranks": min(systems.ranks),  # from which a weak batch grows
+        "fewest ranks": min(systems.ranks),  # the base of a weak batch
         "modes": list(systems.modes),
         "layouts": layouts,
         "ranks": list(systems.ranks),
@@ -152,12 +152,12 @@ def keep_systems(systems: Systems, folder: Path, cluster: str | None) -> None:
 
 
 def config_of_recipe(systems: Systems, more: tuple[tuple[str, str], ...] = ()) -> Config:
-    """The recipe with the settings of all cells, and more. Raises ConfigError."""
+    """Return the recipe with the settings of all cells, and more. Raises ConfigError."""
     return resolve(systems.recipe, None, words_of(systems.settings + more))
 
 
 def config_of_cell(systems: Systems, mode: str, layout: ScalingLayout, ranks: int) -> Config:
-    """Raises ConfigError if train.py would refuse it."""
+    """Return the config of a cell. Raises ConfigError if train.py would reject it."""
     cfg = config_of_recipe(systems, layout.settings)
     if mode == "weak":
         grown, rest = divmod(cfg.train.global_batch * ranks, min(systems.ranks))
@@ -177,7 +177,7 @@ def cell_name(mode: str, layout: ScalingLayout, ranks: int) -> str:
 def make_cell(
     systems: Systems, mode: str, layout: ScalingLayout, ranks: int, hardware: Hardware | None
 ) -> ScalingCell:
-    """Raises ConfigError where there is none: the layout does not fit this number of ranks."""
+    """Return a cell. Raises ConfigError if the layout does not fit this number of ranks."""
     cfg = config_of_cell(systems, mode, layout, ranks)
     tokens = cfg.train.global_batch * cfg.train.seq_len
     return ScalingCell(
@@ -194,19 +194,19 @@ def make_cell(
 
 
 def forecast_of(cfg: Config, ranks: int, hardware: Hardware) -> float:
-    """Seconds of a step."""
+    """Return the forecast seconds of a step."""
     job, microbatches = job_of(cfg, ranks)
     return forecast(job, microbatches, hardware.cluster, hardware.efficiency).step
 
 
 def peak_of(cfg: Config, hardware: Hardware) -> float:
-    """FLOP/s of a rank; of bf16 for a run in fp8, as everywhere."""
+    """Return the FLOP/s of a rank, those of bf16 also for a run in fp8, as everywhere."""
     dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
     return hardware.cluster.flops[dtype]
 
 
 def cell_arguments(systems: Systems, cell: ScalingCell, layout: ScalingLayout, folder: Path) -> list[str]:
-    """The arguments of train.py for a cell in this folder: no evaluation, no sample, one checkpoint."""
+    """Return train.py's arguments for a cell in this folder: no evaluation, no sample, one checkpoint."""
     settings = dict(systems.settings + layout.settings) | {
         "log.dir": str(folder),
         "log.name": cell.name,
@@ -220,18 +220,18 @@ def cell_arguments(systems: Systems, cell: ScalingCell, layout: ScalingLayout, f
     return [systems.recipe, *words_of(settings.items())]
 
 
-# ---- what came out -----------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------------
 
 
 def write_cell(cell: ScalingCell, folder: Path) -> None:
-    """After its run has ended well: a folder without it holds no times to be read."""
+    """Write a cell's file after a successful run; without it, a folder's timings are not read."""
     own = folder / cell.name
     own.mkdir(parents=True, exist_ok=True)
     (own / CELL_FILE).write_text(json.dumps(asdict(cell), indent=1) + "\n")
 
 
 def read_cell(path: Path) -> ScalingCell:
-    """Raises ConfigError."""
+    """Read a cell. Raises ConfigError."""
     try:
         return ScalingCell(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -239,7 +239,7 @@ def read_cell(path: Path) -> ScalingCell:
 
 
 def read_cells(folder: Path) -> list[MeasuredCell]:
-    """All cells of a folder that have run, by mode, layout and ranks. Raises ConfigError."""
+    """Return all cells of a folder that have run, by mode, layout and ranks. Raises ConfigError."""
     measured: list[MeasuredCell] = []
     for path in folder.glob(f"*/{CELL_FILE}"):
         cell = read_cell(path)
@@ -254,8 +254,9 @@ def read_cells(folder: Path) -> list[MeasuredCell]:
 
 
 def efficiencies(measured: list[MeasuredCell]) -> dict[str, tuple[float, float | None]]:
-    """{cell: (its efficiency as measured, and as the planner has it)}; 1 is that of the fastest cell with the
-    fewest ranks of the same mode."""
+    """Return {cell: (its measured efficiency, the planner's)}, relative to the fastest cell with the fewest
+    ranks in the same mode.
+    """
     found: dict[str, tuple[float, float | None]] = {}
     for mode in MODES:
         own = [each for each in measured if each.cell.mode == mode]
@@ -276,7 +277,7 @@ def efficiencies(measured: list[MeasuredCell]) -> dict[str, tuple[float, float |
 
 
 def table_rows(measured: list[MeasuredCell]) -> list[dict[str, str | int | float | None]]:
-    """One row a cell, in plain numbers: what the table shows and the CSV holds."""
+    """Return one row a cell in plain numbers, for the table and the CSV."""
     share_of = efficiencies(measured)
     rows: list[dict[str, str | int | float | None]] = []
     for each in measured:
@@ -304,7 +305,7 @@ def table_rows(measured: list[MeasuredCell]) -> list[dict[str, str | int | float
 
 
 def systems_lines(measured: list[MeasuredCell], width: int | None = None) -> list[str]:
-    """For a terminal of that width; "-" where something is not known."""
+    """Return the lines of the table for a terminal of this width, with "-" for unknown values."""
     shown: list[dict[str, str]] = []
     for row in table_rows(measured):
         shown.append({
@@ -334,7 +335,7 @@ def percent(share: object) -> str:
 
 
 def write_table(measured: list[MeasuredCell], path: Path) -> None:
-    """The rows of one cell or more as a CSV; what is not known is empty."""
+    """Write the rows of at least one cell as a CSV; unknown values are empty."""
     rows = table_rows(measured)
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

@@ -1,19 +1,19 @@
-# Sourced by the scripts of array jobs, in the folder of the checkout: runs one part of an experiment, which saves
-# before the time limit, and puts what is not finished back into the queue while its runs advance.
+# Sourced by the scripts of array jobs in the folder of the checkout: runs one part of an experiment, which saves
+# before the time limit, and requeues the job until it has finished, as long as its runs make progress.
 
 # shellcheck source=scripts/slurm/environment.sh
 source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1
 # shellcheck source=scripts/slurm/requeue.sh
 source scripts/slurm/requeue.sh
 
-# as many as were asked for: a job that has its node alone (--exclusive) sees all of the node's GPUs
+# the number requested: a job with an --exclusive node sees all of its GPUs
 RANKS=${GPUS_PER_NODE:-${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}}
 RANKS=${RANKS##*:} # of h100:8
 
-run_part() { # the words of `python -m scripts.scaling`
+run_part() { # takes the arguments of `python -m scripts.scaling`
     local before after run='' asked='' code again hosts
     read -r before _ < <("${PYTHON:-python}" -m scripts.scaling "$@" --kept)
-    trap 'asked=1; [ -z "$run" ] || kill -USR1 "$run"' USR1 # before the run is there: a signal may be as early
+    trap 'asked=1; [ -z "$run" ] || kill -USR1 "$run"' USR1 # before the run starts: a signal may be that early
     "${PYTHON:-python}" -m scripts.scaling "$@" &
     run=$!
     [ -z "$asked" ] || kill -USR1 "$run"

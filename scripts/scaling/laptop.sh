@@ -3,7 +3,7 @@
 #
 #     bash scripts/scaling/laptop.sh [FOLDER] [--section.key VALUE ...]
 #
-# Five sizes at four budgets, on the source of Python's standard library. Stopped, it goes on where it was.
+# Five sizes at four budgets, on the source of Python's standard library. If stopped, run it again to resume.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 FOLDER=runs/ladder

@@ -1,6 +1,6 @@
-# Sourced by every .sbatch of scripts/ and by interactive.sh before anything else: what a job needs on your cluster.
-# Everything is commented out: without a change a job has the environment of the shell that submits it. Take the
-# lines that you need, or keep a file of your own and name it: BEVATRON_ENVIRONMENT=my-cluster.sh sbatch ...
+# Sourced first by every .sbatch of scripts/ and by interactive.sh: the environment of a job on your cluster.
+# Everything is commented out: by default a job has the environment of the shell that submits it. Uncomment the
+# lines that you need, or name your own file: BEVATRON_ENVIRONMENT=my-cluster.sh sbatch ...
 
 # ---- programs: modules, a virtual environment, or a container ----
 # module purge
@@ -11,7 +11,7 @@
 #                                                # the host still needs a Python with PyYAML for this script
 # export CONTAINER_MOUNTS=/shared/data           # beside this folder, which is always there
 
-# ---- network: the values are your cluster's, which NCCL's manual explains; none was measured here ----
+# ---- network: the values depend on your cluster (see NCCL's manual); none was measured here ----
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 # export NCCL_IB_HCA=mlx5
 # export NCCL_DEBUG=WARN

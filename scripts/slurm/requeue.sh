@@ -1,7 +1,7 @@
-# Sourced by the scripts that put their job back into the queue.
+# Sourced by the scripts that requeue their job.
 
-requeue() { # this job, without the nodes of the hosts $1: as a,b; - for none
-    # in an array a plain number may be that of all its jobs
+requeue() { # this job, excluding the nodes of the hosts $1: a,b or - for none
+    # in an array a plain number may refer to all its jobs
     local job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID} bad before
     job=${job:-$SLURM_JOB_ID}
     bad=$(nodes_of_hosts "$1")
@@ -13,7 +13,7 @@ requeue() { # this job, without the nodes of the hosts $1: as a,b; - for none
     scontrol update JobId="$job" ExcNodeList="${before:+$before,}$bad"
 }
 
-nodes_of_hosts() { # a node's name in SLURM need not be that of its host
+nodes_of_hosts() { # a node's name in SLURM may differ from its hostname
     local node host bad=
     [ "$1" != - ] || return 0
     for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do

@@ -1,1 +1,1 @@
-"""Faults drawn by a seed, in real runs of train.py: python -m scripts.bench chaos (lab/docs/faults.md)."""
+"""Random seeded faults in real runs of train.py: python -m scripts.bench chaos (lab/docs/faults.md)."""

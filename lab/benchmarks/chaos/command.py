@@ -1,9 +1,9 @@
-"""python -m scripts.bench chaos: faults drawn by a seed, in real runs of train.py.
+"""python -m scripts.bench chaos: random faults, drawn by a seed, in real runs of train.py.
 
-Each round starts a tiny model as a user does (`python train.py`, or scripts.launch with two ranks), disturbs
-it, starts it again until it has ended, and compares what is on disk with a run that was not disturbed: exit
-codes, metrics, weights and moments, checkpoints, and what is left of processes, locks and files.
-Exit code 1 if a round fails; the command that repeats that round alone is printed with it.
+Each round launches a tiny model as a user would (`python train.py`, or scripts.launch with two ranks),
+injects faults, restarts it until it has finished, and compares the result with an undisturbed run: exit
+codes, metrics, weights and moments, checkpoints, and leftover processes, locks and files. Exit code 1 if a
+round fails; the command that repeats only that round is printed.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def add_chaos_options(chaos: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises ConfigError for names that are none."""
+    """Return the exit code. Raises ConfigError for unknown names."""
     layouts = chosen_layouts(args.layouts)
     faults = chosen_faults(args.faults)
     every = draw_rounds(args.seed, args.rounds, layouts, faults)
@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run_rounds(draws: list[Draw], home: Path, reports: list[Report], args: argparse.Namespace) -> None:
-    """Runs these rounds until --minutes are over. reports: gets a report of each."""
+    """Run these rounds until --minutes are over, appending a report of each to `reports`."""
     harness = Harness(home, write_corpus(home, DOCUMENTS), args.seed)
     commit = commit_id()
     started = time.monotonic()
@@ -96,7 +96,7 @@ def run_rounds(draws: list[Draw], home: Path, reports: list[Report], args: argpa
 
 
 def chosen_layouts(names: str) -> list[RunLayout]:
-    """Raises ConfigError for a name that is none."""
+    """Return the layouts by name. Raises ConfigError for an unknown name."""
     wanted = names.split(",") if names else list(BY_NAME)
     for name in wanted:
         if name not in BY_NAME:
@@ -105,7 +105,7 @@ def chosen_layouts(names: str) -> list[RunLayout]:
 
 
 def chosen_faults(words: str) -> list[str]:
-    """Raises ConfigError for a word that no fault's name contains."""
+    """Return the faults that contain one of the words. Raises ConfigError for a word that none contains."""
     if not words:
         return list(FAULTS)
     for word in words.split(","):
@@ -114,7 +114,7 @@ def chosen_faults(words: str) -> list[str]:
     return [name for name in FAULTS if any(word in name for word in words.split(","))]
 
 
-# ---- what is printed ---------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------------
 
 
 def title_of(draw: Draw) -> str:
@@ -123,7 +123,7 @@ def title_of(draw: Draw) -> str:
 
 
 def show(report: Report, args: argparse.Namespace) -> None:
-    """One line for a round that went well; all of it for one that did not."""
+    """Print one line for a round that passed, and everything for one that failed."""
     codes = " ".join(map(str, report.codes))
     print(f"{'FAILED' if report.problems else 'ok':<7}{title_of(report.draw)}: codes {codes}", flush=True)
     if not report.problems:
@@ -134,7 +134,7 @@ def show(report: Report, args: argparse.Namespace) -> None:
 
 
 def show_tables(reports: list[Report], seed: int) -> None:
-    """What all rounds so far have shown, by fault and by layout, and the verdict as the last line."""
+    """Print the tables of all rounds so far, by fault and by layout, and the verdict as the last line."""
     print()
     print(*markdown_table(rows_by(reports, "fault", lambda draw: draw.fault)), "", sep="\n")
     print(*markdown_table(rows_by(reports, "layout", lambda draw: draw.layout.name)), "", sep="\n")
@@ -142,7 +142,7 @@ def show_tables(reports: list[Report], seed: int) -> None:
 
 
 def repeat_command(draw: Draw, args: argparse.Namespace) -> str:
-    """The command that runs this round alone."""
+    """Return the command that repeats only this round."""
     words = f"python -m scripts.bench chaos --rounds {args.rounds} --seed {args.seed}"
     for name in ("layouts", "faults"):
         if getattr(args, name):
@@ -151,7 +151,7 @@ def repeat_command(draw: Draw, args: argparse.Namespace) -> str:
 
 
 def rows_by(reports: list[Report], column: str, key: Callable[[Draw], str]) -> list[dict[str, str]]:
-    """A row for each fault or layout: rounds, how many were survived, codes, and the mean of lost seconds."""
+    """Return a row for each fault or layout: rounds, survivors, exit codes, and the mean of lost seconds."""
     rows = []
     for name in dict.fromkeys(sorted(key(report.draw) for report in reports)):
         mine = [report for report in reports if key(report.draw) == name]
@@ -167,13 +167,13 @@ def rows_by(reports: list[Report], column: str, key: Callable[[Draw], str]) -> l
 
 
 def verdict(reports: list[Report], seed: int) -> str:
-    """The last line."""
+    """Return the last line."""
     failed = [report.draw.number for report in reports if report.problems]
     if failed:
         numbers = ", ".join(map(str, failed))
         return f"FAILED: {len(failed)} of {len(reports)} rounds, seed {seed}: {numbers}"
     starts = sum(len(report.codes) for report in reports)
-    disturbed = starts - len(reports)  # the last start of a round is left alone
+    disturbed = starts - len(reports)  # the last start of a round is undisturbed
     commits = ", ".join(dict.fromkeys(report.commit for report in reports if report.commit))
     return (
         f"ok: {len(reports)} rounds, {starts} starts ({disturbed} disturbed), seed {seed}: every run survived"

@@ -1,4 +1,4 @@
-"""What may happen to the files of a run between two starts."""
+"""Damage to the files of a run between two starts."""
 
 import random
 import shutil
@@ -8,7 +8,7 @@ from checkpoint.disk import store
 
 
 def prepare(what: str, folder: Path, aside: Path, draw: random.Random) -> str:
-    """Does `what` to a run folder; returns what was done, in words. aside: where what is damaged is kept."""
+    """Apply the damage `what` to a run folder and describe it. Damaged originals are kept in `aside`."""
     checkpoints = [path for _, path in store.committed_checkpoints(folder / "checkpoints")]
     if what == "flip newest":
         return flip_a_byte(checkpoints[0], draw)
@@ -28,7 +28,7 @@ def prepare(what: str, folder: Path, aside: Path, draw: random.Random) -> str:
 
 
 def flip_a_byte(checkpoint: Path, draw: random.Random) -> str:
-    """Changes one bit of one file of a checkpoint, wherever it is."""
+    """Flip one bit at a random place of one file of a checkpoint."""
     file = draw.choice(sorted(checkpoint.iterdir()))
     data = bytearray(file.read_bytes())
     place, bit = draw.randrange(len(data)), draw.randrange(8)
@@ -38,7 +38,7 @@ def flip_a_byte(checkpoint: Path, draw: random.Random) -> str:
 
 
 def damage_a_line(file: Path, draw: random.Random) -> str:
-    """Overwrites one byte of one line with one that no text has."""
+    """Overwrite one byte of one line with a byte that occurs in no text."""
     lines = file.read_bytes().splitlines(keepends=True)
     number = draw.randrange(len(lines))
     line = bytearray(lines[number])

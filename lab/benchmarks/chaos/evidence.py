@@ -1,4 +1,4 @@
-"""What a run has left on disk, and whether it is that of a run without a fault."""
+"""Compares what a run left on disk with a run without faults."""
 
 import fcntl
 import json
@@ -16,18 +16,18 @@ from checkpoint.memory import RECORD, has_record
 from parallel.sharding.boxes import Box
 from runtime import restarts
 
-TOLERANCE = 1e-9  # of numbers in fp64 under two layouts, relative
+TOLERANCE = 1e-9  # relative, of fp64 values under two layouts
 STEP_FIELDS = ("loss", "grad_norm", "lr", "tokens", "skipped")
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run did.
+    """The results of a run.
 
-    steps: (step, its fields) of each line of a step, in order: with other samples a step has another loss.
-    evaluations: (step, validation loss). checksums: {key and place: checksum} of each stored piece of weights
-    and moments after the last step.
+    steps: (step, its fields) for each step line, in order; other samples would change a step's loss.
+    evaluations: (step, validation loss).
+    checksums: {key and place: checksum} of each stored piece of weights and moments after the last step.
     """
 
     steps: list[tuple[int, Row]]
@@ -36,7 +36,9 @@ class Evidence:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    """Raises store.IntegrityError or ValueError if the last checkpoint is not that of the last step."""
+    """Read the results of a run. Raises store.IntegrityError or ValueError if its last checkpoint is not of
+    the last step.
+    """
     rows = read_rows(folder)
     path = store.newest_checkpoint(folder / "checkpoints", [])
     index = store.read_index(path) if path else None
@@ -50,7 +52,7 @@ def read_evidence(folder: Path) -> Evidence:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """The lines of metrics.jsonl that are whole."""
+    """Return the complete lines of metrics.jsonl."""
     rows = []
     for line in (folder / "metrics.jsonl").read_bytes().splitlines():
         try:
@@ -63,15 +65,15 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints that have a final name, and of those in memory that count; 0 without one."""
+    """Return the newest step among published checkpoints and usable ones in memory, or 0 without any."""
     return max(0, restarts.progress(folder).newest)
 
 
-# ---- a comparison: each gives the problems in words --------------------------------------------------------
+# ---- comparisons: each returns the problems as text --------------------------------------------------------
 
 
 def differences(found: Evidence, clean: Evidence, lost_lines: int = 0) -> list[str]:
-    """Whether a run did bit for bit what a clean run did. lost_lines: how many lines may be missing."""
+    """Check that a run matches a clean one bit for bit. Up to `lost_lines` lines may be missing."""
     problems = ledger_problems(found, clean, lost_lines, exact=True)
     names = {key for key, digest in clean.checksums.items() if found.checksums.get(key) != digest}
     if names or len(found.checksums) != len(clean.checksums):
@@ -81,7 +83,7 @@ def differences(found: Evidence, clean: Evidence, lost_lines: int = 0) -> list[s
 
 
 def ledger_problems(found: Evidence, clean: Evidence, lost_lines: int, exact: bool) -> list[str]:
-    """Whether each step and each evaluation is there once, in order, with the numbers of the clean run."""
+    """Check that each step and evaluation is recorded once, in order, with the numbers of the clean run."""
     problems = []
     steps, evaluations = dict(found.steps), dict(found.evaluations)
     for name, seen, expected in (
@@ -109,7 +111,7 @@ def is_same(a: float, b: float, exact: bool) -> bool:
 
 
 def weight_problems(folder: Path, clean: Path) -> list[str]:
-    """Whether weights and moments after the last step are those of another layout, in fp64."""
+    """Check that the final weights and moments equal those of another layout, in fp64."""
     found, expected = read_tensors(folder), read_tensors(clean)
     if found.keys() != expected.keys():
         return [f"other tensors are stored: {sorted(found.keys() ^ expected.keys())[:4]}"]
@@ -123,7 +125,7 @@ def weight_problems(folder: Path, clean: Path) -> list[str]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Each whole tensor of the newest checkpoint, in fp64."""
+    """Return each whole tensor of the newest checkpoint, in fp64."""
     path = store.newest_checkpoint(folder / "checkpoints", [])
     assert path is not None, folder
     shapes = {piece["key"]: tuple(piece["shape"]) for piece in store.read_index(path)["pieces"]}
@@ -136,7 +138,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_problems(folder: Path) -> list[str]:
-    """Whether every checkpoint with a final name verifies."""
+    """Check that every published checkpoint verifies."""
     problems = []
     for _, path in store.committed_checkpoints(folder / "checkpoints"):
         try:
@@ -147,7 +149,7 @@ def checkpoint_problems(folder: Path) -> list[str]:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """Whether nothing is left of a writer, a lock or a STOP file."""
+    """Check that no partial files, locks or STOP file are left over."""
     problems = []
     if has_record(folder):
         problems.append(f"{RECORD} is left, and what it names in memory")
@@ -158,7 +160,7 @@ def folder_problems(folder: Path) -> list[str]:
 
 
 def lock_problems(folder: Path) -> list[str]:
-    """Whether somebody still holds the run's lock."""
+    """Check that nobody still holds the run's lock."""
     try:
         fd = os.open(folder / ".lock", os.O_RDWR)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""What happens to a run: each fault in a table, with the exit codes that must follow.
+"""A table of faults, each with the exit codes that must follow.
 
-An incident is one start of the run, and what disturbs it. A fault may take two: one that leaves the run in
-its middle, and one that meets what is left of it.
+An incident is one start of the run with a disturbance. A fault may take two: one that interrupts the run, and
+one that meets its remains.
 """
 
 import random
@@ -19,36 +19,35 @@ from lab.benchmarks.chaos.layouts import (
     moved_to,
 )
 
-KILLED = 128 + 9  # as a shell tells of a process that SIGKILL has ended
-LAST_CHANCE = STEPS - 1  # a step after which there is another one
+KILLED = 128 + 9  # how a shell reports a process killed by SIGKILL
+LAST_CHANCE = STEPS - 1  # the last step that has a successor
 STEP_POINTS = (
     "step.begin", "step.load", "step.read", "step.compute", "step.backward", "step.end", "step.logged",
 )
-RANK_SAVE_POINTS = ("ckpt.pre_write", "ckpt.mid_shard", "ckpt.post_shard")  # each rank comes by
-SAVE_POINTS = (  # rank 0 alone comes by
+RANK_SAVE_POINTS = ("ckpt.pre_write", "ckpt.mid_shard", "ckpt.post_shard")  # reached by each rank
+SAVE_POINTS = (  # reached by rank 0 only
     "ckpt.pre_index", "ckpt.mid_index", "ckpt.pre_rename", "ckpt.post_rename", "ckpt.pre_latest",
     "ckpt.mid_latest", "ckpt.pre_purge",
 )
 MEMORY_POINTS = ("memory.mid_shard", "memory.pre_send", "memory.pre_commit", "memory.post_commit")
 REQUESTS = ("SIGTERM", "SIGUSR1")
-HOLD = "sleep=1.5"  # seconds in which the harness sees that a point is reached, and acts
+HOLD = "sleep=1.5"  # time for the harness to see that a point is reached, and to act
 RETRY_WORDS = "warning: a checkpoint was not saved"
 
 
 @dataclass(frozen=True)
 class Incident:
-    """One start of a run, and what disturbs it.
+    """One start of the run, and how it is disturbed.
 
-    what: in words. codes: exit codes, one of which must come. fault: the value of FAULT.
-    more: words of train.py.
-    layout: the one to start with; None: that of the round.
-    send: (signal, target); target: a rank, "all", "launcher". When: at_s seconds after the start, or when the
-    fault point is reached.
-    prepare: what is done to the run folder before (lab/benchmarks/chaos/damage.py). stop_file: the text of a
-    STOP file that is written when the fault point is reached.
-    says: texts that the output must have. requeue: what exit_reason.json must say of another start.
-    skipped: the step that metrics.jsonl must call skipped.
-    is_hang: the run needs parallel.timeout_s to end. wakes: whether ranks that are stopped are woken.
+    what: a description. codes: the exit codes that are allowed. fault: the value of FAULT.
+    more: arguments for train.py. layout: the one to start with, by default that of the round.
+    send: (signal, target), sent at_s seconds after the start or when the fault point is reached; the target
+        is a rank, "all" or "launcher".
+    prepare: damage to the run folder before the start (lab/benchmarks/chaos/damage.py).
+    stop_file: the text of a STOP file, written when the fault point is reached.
+    says: texts that the output must contain. skipped: the step that metrics.jsonl must list as skipped.
+    requeue: whether exit_reason.json must ask for a requeue.
+    is_hang: the run needs parallel.timeout_s to end. wakes: whether stopped ranks are continued.
     """
 
     what: str
@@ -69,10 +68,10 @@ class Incident:
 
 @dataclass(frozen=True)
 class Situation:
-    """What a fault is drawn for.
+    """The situation that a fault is drawn for.
 
-    done: the step of the newest checkpoint, on the disk or in memory; 0 without one. clean_s: seconds of
-    a run without a fault.
+    done: the step of the newest checkpoint on disk or in memory, 0 without one. clean_s: seconds of a run
+    without faults.
     """
 
     draw: random.Random
@@ -81,7 +80,7 @@ class Situation:
     clean_s: float
 
     def step(self, first: int = 1, last: int = LAST_CHANCE) -> int:
-        """A step that is still to be made."""
+        """Return a random step that is still to come."""
         return self.draw.randint(max(first, self.done + 1), last)
 
     def save_step(self) -> int:
@@ -91,18 +90,18 @@ class Situation:
         return self.draw.randrange(self.layout.world)
 
     def save_point(self, rank: int) -> str:
-        """A point of a save that the rank comes by."""
+        """Return a random point of a save that the rank reaches."""
         if rank == 0:
             return self.draw.choice((*RANK_SAVE_POINTS, *SAVE_POINTS))
-        writes = not self.layout.has_replicas  # of copies, rank 0 writes one
+        writes = not self.layout.has_replicas  # of replicas, only rank 0's is written
         return self.draw.choice([point for point in RANK_SAVE_POINTS if writes or point != "ckpt.mid_shard"])
 
     def lost(self) -> tuple[int, ...]:
-        """The code after one rank is killed: another rank says so, if there is one."""
+        """Return the codes after one rank is killed: another rank reports it, if there is one."""
         return (KILLED,) if self.layout.world == 1 else (1,)
 
     def all_lost(self) -> tuple[int, ...]:
-        """After all are killed. One may see that another is gone before it is killed itself."""
+        """Return the codes after all ranks are killed. One may report another's death before it dies."""
         return (KILLED,) if self.layout.world == 1 else (1, KILLED)
 
 
@@ -111,7 +110,7 @@ Builder = Callable[[Situation], Incidents | None]  # None: the fault does not fi
 
 
 def at(point: str, step: int, action: str, rank: int | None = None) -> str:
-    """A fault in the language of runtime/faults.py."""
+    """Return a fault in the syntax of runtime/faults.py."""
     who = "" if rank is None else f":rank={rank}"
     return f"{point}{who}:step={step}:act={action}"
 
@@ -167,7 +166,7 @@ def kill_in_save(s: Situation) -> Incidents:
 
 
 def kill_in_memory_save(s: Situation) -> Incidents | None:
-    """The one before it is still there, and the next start goes on from it."""
+    """The previous one is still there, and the next start resumes from it."""
     steps = [step for step in MEMORY_SAVES if step > s.done]
     if not s.layout.in_memory or not steps:
         return None
@@ -176,10 +175,10 @@ def kill_in_memory_save(s: Situation) -> Incidents | None:
 
 
 def kill_under_elastic_launcher(s: Situation) -> Incidents | None:
-    """The launcher starts again by itself, with the rank that is left, in the same job."""
+    """The launcher restarts the remaining rank by itself, in the same job."""
     if s.layout.world == 1:
         return None
-    last = s.layout.last_rank  # so the fault has no rank to happen on in the next start
+    last = s.layout.last_rank  # so that the fault finds no such rank in the next start
     fault = at(s.draw.choice(STEP_POINTS), s.step(last=STEPS), "SIGKILL", last)
     return [Incident("SIGKILL of a rank, and on with the other", (0,), fault, layout=elastic(s.layout))]
 
@@ -237,7 +236,7 @@ def request_to_launcher(s: Situation) -> Incidents | None:
 
 
 def request_in_save(s: Situation) -> Incidents | None:
-    """A save in the background may be at that point when the run is at its last step."""
+    """A background save may reach that point when the run is at its last step."""
     steps = [step for step in SAVES if s.done < step < STEPS]
     if not steps:
         return None
@@ -280,21 +279,21 @@ def left_in_the_middle(s: Situation, step: int) -> Incident:
 
 
 def left_after_save(s: Situation, step: int) -> Incident:
-    """The checkpoint of the step is there. A save in the background may end steps later."""
+    """The checkpoint of the step is there, although a background save may end steps later."""
     there = at("ckpt.pre_purge", step, "SIGKILL", rank=0)
     return Incident(f"SIGKILL after the save of step {step}", s.lost(), there)
 
 
 def flipped_newest(s: Situation) -> Incidents | None:
-    """Two checkpoints are there: the older one is used."""
-    if s.done or s.layout.in_memory:  # there the next start goes on from memory
+    """There are two checkpoints: the older one is used."""
+    if s.done or s.layout.in_memory:  # the next start resumes from memory
         return None
     flipped = Incident("the newest is damaged", (0,), prepare="flip newest", says=("is rejected: ",))
     return [left_after_save(s, SAVES[1]), flipped]
 
 
 def flipped_all(s: Situation) -> Incidents | None:
-    """No checkpoint is good. With the bytes as they were the run goes on."""
+    """No checkpoint is good. With the bytes restored, the run resumes."""
     if s.layout.in_memory:
         return None
     flipped = Incident("all are damaged", (79,), prepare="flip all", says=("no good checkpoint",))
@@ -319,7 +318,7 @@ def lost_latest(s: Situation) -> Incidents:
 
 
 def nan_on_one_rank(s: Situation) -> Incidents | None:
-    """Skipped by all ranks. A kill before the next save lets the run make that step again, without it."""
+    """All ranks skip the step. A kill before the next save makes the run repeat it, now without the fault."""
     step = next((step for step in (7, 3) if step > s.done), None)
     if s.layout.has_replicas or s.layout.in_memory or step is None:
         return None
@@ -329,7 +328,7 @@ def nan_on_one_rank(s: Situation) -> Incidents | None:
 
 
 def nan_again_and_again(s: Situation) -> Incidents | None:
-    """In the five steps up to the save of step 10, which must not be made."""
+    """NaN in the five steps up to the save of step 10, which must not happen."""
     if s.layout.has_replicas or s.layout.in_memory or s.done > 5:
         return None
     fault = "; ".join(at("step.backward", step, "nan", s.layout.last_rank) for step in range(6, 11))
@@ -357,7 +356,7 @@ def out_of_memory(s: Situation) -> Incidents:
 
 
 def other_settings(s: Situation) -> Incidents:
-    """A checkpoint is there: without one the run would begin anew, with whatever settings."""
+    """There is a checkpoint; without one the run would start from scratch, with any settings."""
     refused = Incident("another seed", (2,), more=("--train.seed", "5"), says=("train.seed",))
     if s.done or not s.layout.is_async:
         return [left_in_the_middle(s, s.step(first=6, last=STEPS)), refused]
@@ -365,9 +364,9 @@ def other_settings(s: Situation) -> Incidents:
 
 
 def other_layout(s: Situation) -> Incidents:
-    """The next starts have other ranks; the results are those of the layout that the run began with."""
+    """Later starts have another layout; the results must match those of the initial one."""
     fitting = [layout for layout in LAYOUTS if layout.words != s.layout.words]
-    if not s.layout.model:  # no experts, so no ranks to spread them over
+    if not s.layout.model:  # without experts, ep has nothing to shard
         fitting = [layout for layout in fitting if not layout.model]
     other = s.draw.choice(fitting)
     moved = moved_to(s.layout, other)
@@ -411,6 +410,6 @@ FAULTS: dict[str, Builder] = {
     "other settings": other_settings,
     "another layout": other_layout,
 }
-# two layouts round alike in no other type
+# two layouts round alike only in fp64
 IN_FP64 = ("another layout", "SIGKILL of a rank under --nproc 1:2")
-FROM_THE_START = ("byte flipped in the newest checkpoint",)  # faults that no other may precede
+FROM_THE_START = ("byte flipped in the newest checkpoint",)  # faults that must come first

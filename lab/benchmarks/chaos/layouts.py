@@ -1,4 +1,4 @@
-"""The runs that faults are put into: a tiny model, under several layouts."""
+"""The runs that faults are injected into: a tiny model, under several layouts."""
 
 from dataclasses import dataclass, replace
 
@@ -6,7 +6,7 @@ STEPS = 12
 SAVE_EVERY = 5  # so there are checkpoints at 5, 10 and 12
 SAVES = (5, 10, STEPS)
 MEMORY_EVERY = 2
-MEMORY_SAVES = (2, 4, 6, 8)  # a save on the disk takes the place of one in memory
+MEMORY_SAVES = (2, 4, 6, 8)  # a save to disk replaces one in memory
 EVALUATE_EVERY = 4
 MODEL = (
     "--model.layers", "2", "--model.hidden", "32", "--model.mixer.heads", "4", "--model.mixer.kv_heads", "2",
@@ -23,12 +23,13 @@ RUN = (
 
 @dataclass(frozen=True)
 class RunLayout:
-    """How a run is started.
+    """How a run is launched.
 
-    words: of train.py, without those of the model. has_replicas: whether the last rank holds a copy of what
-    the first gradient of another rank belongs to, so that a wrong number in it is found by comparing.
-    in_memory: whether the run keeps checkpoints in memory too. nproc: of scripts.launch; "": the number of
-    ranks.
+    words: arguments of train.py other than those of the model.
+    has_replicas: whether the last rank holds a replica of what the first gradient of another rank belongs
+        to, so that comparing them finds a wrong number.
+    in_memory: whether the run also keeps checkpoints in memory.
+    nproc: of scripts.launch, by default the number of ranks.
     """
 
     name: str
@@ -46,12 +47,12 @@ class RunLayout:
         return self.world - 1
 
     def arguments(self) -> list[str]:
-        """Of train.py, without those that name the run and its data."""
+        """Return the arguments of train.py, except those that name the run and its data."""
         saving = ("--checkpoint.async_save", "true" if self.is_async else "false")
         return ["llama3-tiny", *MODEL, *self.model, *RUN, *self.words, "--train.dtype", self.dtype, *saving]
 
 
-# two ranks are started by scripts.launch, one as `python train.py`
+# scripts.launch starts two ranks; one rank is `python train.py`
 LAYOUTS = (
     RunLayout("one", 1),
     RunLayout("one-async", 1, is_async=True, dtype="bf16"),
@@ -71,15 +72,15 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def in_fp64(layout: RunLayout) -> RunLayout:
-    """The same layout, so exact that another one must give the same numbers."""
+    """Return the layout in fp64, in which another layout must give the same numbers."""
     return replace(layout, name=f"{layout.name} in fp64", dtype="fp64")
 
 
 def elastic(layout: RunLayout) -> RunLayout:
-    """The same layout under a launcher that goes on with one rank where the other is lost, in fp64."""
+    """Return the layout under a launcher that continues with one rank when the other is lost, in fp64."""
     return replace(in_fp64(layout), name=f"{layout.name} on one rank or two", nproc=f"1:{layout.world}")
 
 
 def moved_to(layout: RunLayout, other: RunLayout) -> RunLayout:
-    """The model of `layout` on the ranks of `other`, in fp64."""
+    """Return the model of `layout` on the ranks of `other`, in fp64."""
     return replace(in_fp64(other), name=f"{layout.name} on {other.name}", model=layout.model)

@@ -1,4 +1,4 @@
-"""The rounds of a long run on disk, so that another start of it goes on: a line of JSON for each.
+"""The rounds of a long run on disk, one JSON line each, so that it can be resumed.
 
     {"seed": 1, "number": 7, "fault": "disk full", "layout": "pp2", "disturbed_before": false,
      "starts": [...], "codes": [82, 0], "problems": [], "lost_s": 9.1, "commit": "0f49525"}
@@ -15,7 +15,7 @@ from config import ConfigError
 
 
 def identity(draw: Draw, seed: int) -> dict[str, Any]:
-    """What tells a round from every other one."""
+    """Return the fields that identify a round."""
     return {
         "seed": seed,
         "number": draw.number,
@@ -26,10 +26,10 @@ def identity(draw: Draw, seed: int) -> dict[str, Any]:
 
 
 def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
-    """The reports of these draws that the file has; [] if there is no file.
+    """Read the reports of these draws from the file, [] if there is no file.
 
-    A last line that is half written is left out. Raises ConfigError for a line of another draw, which would
-    be counted as what it is not.
+    A truncated last line is dropped. Raises ConfigError for a line of another draw, which would be
+    miscounted.
     """
     if not path.exists():
         return []
@@ -38,13 +38,13 @@ def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
     for number, line in enumerate(path.read_text().split("\n"), start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:  # a killed writer's last line, or nothing after the last one
+        except json.JSONDecodeError:  # a killed writer's last line, or the empty rest of the file
             continue
         try:
             draw = by_number[row["number"]]
             told = {key: row.pop(key) for key in identity(draw, seed)}
             report = Report(draw, **row)
-        except (KeyError, TypeError):  # no such round, or fields that are not those of a round
+        except (KeyError, TypeError):  # no such round, or missing fields
             told, report = {}, None
         if report is None or told != identity(report.draw, seed):
             raise ConfigError(
@@ -56,7 +56,7 @@ def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
 
 
 def append_report(path: Path, report: Report, seed: int) -> None:
-    """Adds a line for the round; it is on disk then."""
+    """Append a line for the round and fsync it."""
     row = identity(report.draw, seed) | {key: value for key, value in asdict(report).items() if key != "draw"}
     with open(path, "ab+") as out:
         if out.tell() and not ends_a_line(path):
@@ -67,7 +67,7 @@ def append_report(path: Path, report: Report, seed: int) -> None:
 
 
 def ends_a_line(path: Path) -> bool:
-    """Whether the file's last line is whole."""
+    """Return whether the file's last line is complete."""
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"

@@ -1,4 +1,4 @@
-"""One round: a run that is disturbed once or twice, started again until it is done, and then looked at."""
+"""One round: a run that is disturbed once or twice, restarted until it has finished, and then examined."""
 
 import json
 import random
@@ -19,11 +19,11 @@ from lab.benchmarks.chaos.layouts import RunLayout, in_fp64
 from lab.benchmarks.chaos.start import Ended, RunningStart
 
 UNDISTURBED = Incident("nothing", (0,))
-LIMIT_FACTOR = 4.0  # of a clean run's seconds, which a start may take
-LIMIT_S = 45.0  # in addition; a launcher kills what is left 30 s after a failure
-DISTURBED_BEFORE = 1 / 3  # share of rounds with another kill before the fault
-LAST_EARLY_STEP = 7  # of that kill
-SHOWN_LINES = 12  # of the output of a start that did not end as it must
+LIMIT_FACTOR = 4.0  # time limit of a start, in multiples of a clean run
+LIMIT_S = 45.0  # on top of that; a launcher kills the remaining ranks 30 s after a failure
+DISTURBED_BEFORE = 1 / 3  # fraction of rounds with another kill before the fault
+LAST_EARLY_STEP = 7  # the latest step for that kill
+SHOWN_LINES = 12  # of the output of a start with a wrong ending
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Draw:
-    """A round as the seed has it."""
+    """A round as drawn by the seed."""
 
     number: int
     fault: str
@@ -47,9 +47,9 @@ class Draw:
 
 @dataclass
 class Report:
-    """How a round went.
+    """The outcome of a round.
 
-    starts: each in words, with its code. lost_s: more than a clean run took. commit: of the code.
+    starts: a description and the exit code of each. lost_s: time beyond a clean run. commit: of the code.
     """
 
     draw: Draw
@@ -61,7 +61,7 @@ class Report:
 
 
 def draw_rounds(seed: int, rounds: int, layouts: list[RunLayout], faults: list[str]) -> list[Draw]:
-    """Faults and layouts in turn, each in an order that the seed gives: few rounds already meet many."""
+    """Draw faults and layouts in turn, each in a seeded order, so that few rounds already cover many."""
     stream = random.Random(f"chaos {seed}")
     fitting = {fault: [layout for layout in layouts if fits(fault, layout)] for fault in faults}
     faults = [fault for fault in faults if fitting[fault]]
@@ -83,13 +83,13 @@ def draw_rounds(seed: int, rounds: int, layouts: list[RunLayout], faults: list[s
 
 
 def fits(fault: str, layout: RunLayout) -> bool:
-    """Whether the fault can be put into a run of this layout."""
+    """Return whether the fault can be injected into a run of this layout."""
     situation = Situation(random.Random(0), layout, done=0, clean_s=1.0)
     return FAULTS[fault](situation) is not None
 
 
 class Harness:
-    """Runs rounds in a folder of their own, with one corpus and one clean run for each layout."""
+    """Runs rounds in its folder, with one corpus and one clean run per layout."""
 
     def __init__(self, home: Path, data: str, seed: int) -> None:
         self.home = home
@@ -104,7 +104,7 @@ class Harness:
         return [*layout.arguments(), *paths]
 
     def reference(self, layout: RunLayout) -> Reference:
-        """The clean run of a layout, made at its first use. Raises RuntimeError if it does not end well."""
+        """Return the clean run of a layout, made on first use. Raises RuntimeError if it fails."""
         if layout.name not in self.references:
             name = f"clean-{layout.name.replace(' ', '-')}"
             folder = self.home / name
@@ -117,7 +117,7 @@ class Harness:
         return self.references[layout.name]
 
     def run_round(self, draw: Draw) -> Report:
-        """Disturbs, restarts, and compares with the clean run."""
+        """Disturb and restart a run, and compare it with the clean run."""
         report = Report(draw)
         clean = self.reference(draw.layout)
         stream = random.Random(f"chaos {self.seed} round {draw.number}")
@@ -134,7 +134,7 @@ class Harness:
             layout = incident.layout or layout
             self.start(incident, layout, folder, report, stream)
 
-        # let it end
+        # let it finish
         self.start(UNDISTURBED, layout, folder, report, stream)
         report.lost_s = max(report.lost_s - clean.seconds, 0.0)
         if not report.problems:
@@ -145,7 +145,7 @@ class Harness:
 
     def start(self, incident: Incident, layout: RunLayout, folder: Path, report: Report,
               stream: random.Random) -> None:
-        """One start and what must be true after it. Does nothing once something is wrong."""
+        """Run one start and check what must hold after it. Does nothing if the round has already failed."""
         if report.problems:
             return
         done_to_it = ""
@@ -169,7 +169,7 @@ class Harness:
             report.problems += [*wrong, "the end of its output:", *(f"  | {line}" for line in tail)]
 
     def final_problems(self, draw: Draw, layout: RunLayout, folder: Path, clean: Reference) -> list[str]:
-        """What is wrong with a run that has ended."""
+        """Return what is wrong with a finished run."""
         lost_lines = 1 if draw.fault == "line of metrics.jsonl damaged" else 0
         try:
             found = evidence.read_evidence(folder)
@@ -183,7 +183,7 @@ class Harness:
 
 
 def start_problems(incident: Incident, ended: Ended, folder: Path, limit_s: float) -> list[str]:
-    """What is wrong with the way in which a start ended."""
+    """Return what is wrong with how a start ended."""
     if ended.is_late:
         return [f"it had not ended after {limit_s:.0f} s"]
     problems = []
@@ -206,7 +206,7 @@ def start_problems(incident: Incident, ended: Ended, folder: Path, limit_s: floa
 
 
 def reason_problems(folder: Path, code: int, requeue: bool) -> list[str]:
-    """Whether exit_reason.json says the code, and whether another start is wanted."""
+    """Check that exit_reason.json has the exit code and the expected requeue flag."""
     try:
         reason = json.loads((folder / "exit_reason.json").read_text())
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """One start of a run: real processes, the fault, and how they ended.
 
-Every process of a start has a word of its own in its environment, so that those that are left over are found
-wherever they belong to.
+Every process of a start inherits a unique marker in its environment, so that leftovers are found regardless
+of their parent.
 """
 
 import contextlib
@@ -20,18 +20,17 @@ from lab.benchmarks.chaos.layouts import RunLayout
 ROOT = Path(__file__).parents[3]
 MARK = "BEVATRON_CHAOS"
 POLL_S = 0.05
-FIRED = "fault "  # how the line begins that runtime/faults.py prints
-WAKE_AFTER_S = 1.0  # how long ranks and launchers stay stopped that are woken again
-ORPHAN_GRACE_S = 8.0  # in which what belongs to a killed launcher has to be gone
-QUIET_TIMEOUT_S = 60.0  # parallel.timeout_s of starts in which no rank hangs
+FIRED = "fault "  # prefix of the line that runtime/faults.py prints
+WAKE_AFTER_S = 1.0  # how long ranks and launchers stay stopped before they are continued
+ORPHAN_GRACE_S = 8.0  # time limit for the children of a killed launcher to exit
+QUIET_TIMEOUT_S = 60.0  # parallel.timeout_s of starts without a hang
 
 
 @dataclass(frozen=True)
 class Ended:
     """How a start ended.
 
-    code: as a shell has it. fired: faults that happened. orphans: processes that were left and are killed
-    now.
+    code: as a shell reports it. fired: faults that happened. orphans: leftover processes, now killed.
     """
 
     code: int
@@ -43,12 +42,12 @@ class Ended:
 
 
 def hang_timeout_s() -> float:
-    """parallel.timeout_s of a start with a rank that hangs: short, but not for a busy machine."""
+    """Return parallel.timeout_s for a start with a hanging rank: short, but enough for a busy machine."""
     return 5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
 def command_of(layout: RunLayout, arguments: list[str]) -> list[str]:
-    """As a user starts a run."""
+    """Return the command with which a user launches a run."""
     if layout.world == 1:
         return [sys.executable, "train.py", *arguments]
     nproc = layout.nproc or str(layout.world)
@@ -57,7 +56,7 @@ def command_of(layout: RunLayout, arguments: list[str]) -> list[str]:
 
 
 def processes_with(mark: str) -> dict[int, int | None]:
-    """{process: its rank, or None} of those that have the mark in their environment."""
+    """Return {process: its rank, or None} of the processes with the marker in their environment."""
     found: dict[int, int | None] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -71,7 +70,7 @@ def processes_with(mark: str) -> dict[int, int | None]:
 
 
 def state_of(pid: int) -> str:
-    """R, S, T (stopped), Z (has ended), or nothing where there is no such process."""
+    """Return R, S, T (stopped), Z (zombie), or "" if there is no such process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
@@ -84,7 +83,7 @@ def send(number: int, pids: list[int]) -> None:
 
 
 class RunningStart:
-    """The processes of one start. `folder` is that of the run; its parent has the log."""
+    """The processes of one start. `folder` is the run folder; its parent has the log."""
 
     def __init__(self, layout: RunLayout, incident: Incident, folder: Path, arguments: list[str],
                  limit_s: float) -> None:
@@ -106,7 +105,7 @@ class RunningStart:
         self.woken_at = float("inf")
 
     def run(self) -> Ended:
-        """Disturbs the processes as the incident says, and waits for their end."""
+        """Disturb the processes as the incident says, and wait for them to end."""
         is_late = False
         try:
             while self.process.poll() is None:
@@ -132,12 +131,12 @@ class RunningStart:
         )
 
     def fired(self) -> int:
-        """How many faults have happened."""
+        """Return how many faults have fired."""
         lines = self.log.read_text(errors="replace").splitlines()
         return sum(line.startswith(FIRED) for line in lines)
 
     def disturb(self) -> None:
-        """Sends the signal or writes the STOP file when it is time, and wakes what is to be woken."""
+        """Send the signal or write the STOP file when it is time, and continue stopped processes."""
         incident, now = self.incident, time.monotonic()
         if not self.has_acted and self.is_time(now):
             self.has_acted = True
@@ -158,7 +157,7 @@ class RunningStart:
         return bool(self.incident.fault) and self.fired() > 0
 
     def pids_of(self, target: int | str) -> list[int]:
-        """A rank's process, all ranks' or the launcher's. Of one rank without a launcher it is the same."""
+        """Return a rank's process, all ranks' or the launcher's. Without a launcher these are the same."""
         if target == "launcher":
             return [self.process.pid]
         ranks = {pid: rank for pid, rank in processes_with(self.mark).items() if rank is not None}
@@ -167,7 +166,7 @@ class RunningStart:
         return [pid for pid, rank in ranks.items() if target in ("all", rank)]
 
     def left_over(self) -> dict[int, int | None]:
-        """Processes of this start that do not end, though the first one has."""
+        """Return processes of this start that keep running after the first one has ended."""
         deadline = time.monotonic() + ORPHAN_GRACE_S
         while (left := processes_with(self.mark)) and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""A copy of the checkout in which mutants are planted, and the end of the processes that a mutant started."""
+"""A copy of the checkout to plant mutants in, and cleanup of the processes that a mutant started."""
 
 import compileall
 import contextlib
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def checkout_files(root: Path) -> list[str]:
-    """Returns the files that git tracks or would track; without git, every file that is not hidden."""
+    """Return the files that git tracks or would track, or without git every file that is not hidden."""
     listing = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True
     )
@@ -32,7 +32,7 @@ def checkout_files(root: Path) -> list[str]:
 
 @contextlib.contextmanager
 def copy_checkout(root: Path) -> Iterator[Path]:
-    """Yields a temporary folder with a copy of the checkout in its folder `checkout`, compiled."""
+    """Yield a temporary folder with a compiled copy of the checkout in its subfolder `checkout`."""
     with tempfile.TemporaryDirectory(prefix="bevatron-mutants-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for file in checkout_files(root):
@@ -44,7 +44,7 @@ def copy_checkout(root: Path) -> Iterator[Path]:
 
 
 def kill_session(process: subprocess.Popen) -> None:
-    """Kills what is left of the session that the process leads, and waits for the process."""
+    """Kill what is left of the session that the process leads, and reap the process."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,16 +1,16 @@
-"""Does the proof see a bug? python -m scripts.mutate [--only WORD ...] | --draw N --seed S [--resume FILE]
+"""Does the proof catch a bug? python -m scripts.mutate [--only WORD ...] | --draw N --seed S [--resume FILE]
 
-Without --draw: the table of planted bugs (lab/proof/mutate/table.py), each a class of faults that published
-codebases had, against scripts.verify. A bug that verify does not see is a hole in the proof: exit 1.
+Without --draw: the table of planted bugs (lab/proof/mutate/table.py), each representing a class of bugs found
+in published codebases, against scripts.verify. A bug that verify misses is a hole in the proof: exit 1.
 
 With --draw: N mutants of the whole core (model/, parallel/, optim/, data/, checkpoint/, the step and the
-evaluation), drawn by the seed. Each meets the tests that run its function (tests/footprints.xz knows them),
-first those of the core (bash scripts/test.sh) and then slow ones, and then verify on layouts that use its
-file. A failure counts only if the same command passes without the mutant (lab/proof/mutate/control.py).
+evaluation), drawn by the seed. Each runs against the tests that cover its function (per tests/footprints.xz),
+first those of the core (bash scripts/test.sh) and then slow ones, and then against verify on layouts that use
+its file. A failure counts only if the same command passes without the mutant (lab/proof/mutate/control.py).
 Exit 1 if fewer than 95 % of the mutants that are not explained in equivalent.yaml are killed. --part K/M and
 --resume FILE.jsonl spread a draw over several runs.
 
-With --without-verify tests alone are asked, also about the bugs of the table.
+With --without-verify only tests are run, also for the bugs of the table.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from lab.proof.mutate.report import make_report, read_explanations
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code."""
+    """Return the exit code."""
     args = make_parser().parse_args(argv)
     if args.draw is None and not args.without_verify:
         return table.run(args.only, args.world, args.part)
@@ -72,11 +72,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def judge_all(args: argparse.Namespace) -> int:
-    """Judges the mutants of a draw, or of the table, and prints the report; returns the exit code."""
+    """Judge the mutants of a draw or of the table, print the report, and return the exit code."""
     if args.draw is None:
         mutants = table.mutants(part_of(table.chosen(args.only, args.world), args.part))
     else:
-        part_of(range(args.draw), args.part)  # raises before the draw, which takes a while
+        part_of(range(args.draw), args.part)  # raises before the slow draw
         mutants = part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), args.part)
     if args.list:
         print(*(mutant.difference() for mutant in mutants), sep="\n")
@@ -101,9 +101,9 @@ def judge_all(args: argparse.Namespace) -> int:
 def judge_mutants(
     mutants: list[Mutant], coverage: cover.CoverageMap, args: argparse.Namespace
 ) -> dict[tuple[str, int, str, str], Verdict]:
-    """Judges the mutants that the file --resume does not have, until --minutes are over.
+    """Judge the mutants that the --resume file lacks, until --minutes are over.
 
-    Returns {key of a mutant: its verdict}, those of the file included.
+    Returns {key of a mutant: its verdict}, including those from the file.
     """
     known = read_verdicts(args.resume) if args.resume else []
     verdicts = {verdict.key: verdict for verdict in known}

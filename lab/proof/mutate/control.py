@@ -1,8 +1,8 @@
 """Runs of commands in a sandbox, and their controls: the same commands without a mutant.
 
-A failure counts only if the same command passes without the mutant. Each control runs once for one text of
-the checkout and is kept in .cache/mutate/controls.json. A test that fails now and then is found here only
-if it fails in its control.
+A failure counts only if the same command passes without the mutant. Each control runs once per content of
+the checkout and is cached in .cache/mutate/controls.json. A flaky test is detected here only if it fails in
+its control.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from lab.proof.mutate.checkout import kill_session
 from lab.proof.mutate.cover import child_environment, pytest_arguments
 from lab.proof.mutate.warm import WarmPytest
 
-START_S = 60.0  # seconds that a run may take in addition to its tests before it counts as hung
-SLOWDOWN = 5.0  # of a busy machine
-WELL_WITHIN = 0.5  # share of a time limit; a control that takes longer could have hung as well
+START_S = 60.0  # seconds a run may take beyond its tests before it counts as hung
+SLOWDOWN = 5.0  # on a busy machine
+WELL_WITHIN = 0.5  # fraction of a time limit; a control that takes longer could also have hung
 MAX_FILE_BYTES = 1 << 30
 NO_TESTS = 5  # pytest's exit code
-VERDICTS = ("ok", "WRONG", "Traceback")  # how the lines start in which verify reports a result, or dies
+VERDICTS = ("ok", "WRONG", "Traceback")  # prefixes of the lines in which verify reports a result or crashes
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """code: the exit code, None if the command was stopped after its time limit; output: what it printed."""
+    """The exit `code` of a command, None if it hit its time limit, and its `output`."""
 
     code: int | None
     seconds: float
@@ -44,7 +44,7 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class VerifyRun:
-    """A run of scripts.verify. words: words of a layout, separated by spaces."""
+    """A run of scripts.verify on the layout named by `words`, separated by spaces."""
 
     recipe: str
     world: int
@@ -55,7 +55,7 @@ class VerifyRun:
 
 
 def run_command(command: Sequence[str], cwd: Path, limit_s: float, log: Path, **env: str) -> CommandResult:
-    """Runs a command, with its output in the file `log`, and kills every process that it leaves running."""
+    """Run a command with its output in the file `log`, and kill every process that it leaves running."""
     started = time.perf_counter()
     with open(log, "wb") as out:
         process = subprocess.Popen(
@@ -79,16 +79,16 @@ def run_command(command: Sequence[str], cwd: Path, limit_s: float, log: Path, **
 
 
 def limit_file_size() -> None:
-    """A mutant may write without end: its process may not fill the disk."""
+    """Keep a mutant that writes endlessly from filling the disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
 
 
-# ---- one run, with a mutant in the checkout or without -----------------------------------------------------
+# ---- one run, with or without a mutant ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def sandbox(base: Path) -> Iterator[Path]:
-    """Yields a temporary folder with a copy of base's checkout in its folder `checkout`."""
+    """Yield a temporary folder with a copy of base's checkout in its subfolder `checkout`."""
     with tempfile.TemporaryDirectory(prefix="mutant-", dir=base, ignore_cleanup_errors=True) as name:
         shutil.copytree(base / "checkout", Path(name) / "checkout")
         yield Path(name)
@@ -97,9 +97,9 @@ def sandbox(base: Path) -> Iterator[Path]:
 def run_tests(
     warm: WarmPytest, folder: Path, tests: Sequence[str], limit_s: float
 ) -> tuple[CommandResult, str]:
-    """Runs the tests of a sandbox in this order, up to the first that fails.
+    """Run the tests of a sandbox in this order until one fails.
 
-    Returns the result and the name of the test that started last, "" if none did (an import failed).
+    Returns the result and the name of the last test that started, "" if none did (an import failed).
     """
     order = folder / "chosen.json"
     order.write_text(json.dumps(tests))
@@ -124,16 +124,16 @@ def run_tests(
 
 
 def run_verify(folder: Path, run: VerifyRun, limit_s: float) -> CommandResult:
-    """Runs scripts.verify in a sandbox, on one layout."""
+    """Run scripts.verify in a sandbox on one layout."""
     command = [sys.executable, "-m", "scripts.verify", run.recipe, "--world", str(run.world)]
     command += ["--layouts", "1", "--only", *run.words.split()]
     return run_command(command, folder / "checkout", limit_s, folder / "log")
 
 
 def has_verdict(result: CommandResult) -> bool:
-    """Returns whether verify reported that a layout is right or wrong, or died while it checked one.
+    """Return whether verify judged a layout right or wrong, or crashed while checking one.
 
-    An error exit gives no verdict: a job that is refused, words that no layout has.
+    An error exit (a refused job, words that match no layout) gives no verdict.
     """
     if result.code not in (0, 1):
         return False
@@ -149,7 +149,7 @@ def last_output_line(result: CommandResult) -> str:
 
 
 def checkout_digest(root: Path) -> str:
-    """Returns a hash of the names and contents of a checkout's files, except for bytecode."""
+    """Return a hash of the names and contents of a checkout's files, excluding bytecode."""
     state = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.is_file() and path.suffix != ".pyc":
@@ -162,8 +162,8 @@ def checkout_digest(root: Path) -> str:
 class Controls:
     """The commands that pass in the checkout of `base` (checkout.copy_checkout) without a mutant.
 
-    seconds: {name of a test or of a run of verify: how long it took, None if it did not pass}.
-    warm: runs tests; close() ends it.
+    `seconds` maps each test and run of verify to its duration, None if it failed. `warm` runs the tests;
+    close() stops it.
     """
 
     def __init__(self, base: Path, file: Path | None = None) -> None:
@@ -177,14 +177,14 @@ class Controls:
         self.warm.close()
 
     def read_file(self) -> dict[str, dict[str, float | None]]:
-        """Returns {digest of a checkout: seconds}."""
+        """Return {digest of a checkout: seconds}."""
         return json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def passes(self, test: str, limit_s: float, repeat: bool = False) -> bool:
-        """Returns whether a test passes, or a test file can be imported.
+        """Return whether a test passes, or a test file can be imported.
 
-        repeat: runs the control again even if it is known, and requires that it ends well within the limit:
-        for a mutant that hung.
+        `repeat`, for a mutant that hung, runs a known control again and requires that it ends well within the
+        limit.
         """
         if repeat or test not in self.seconds:
             with sandbox(self.base) as folder:
@@ -201,9 +201,9 @@ class Controls:
         return not repeat or seconds <= WELL_WITHIN * limit_s
 
     def limit_s(self, run: VerifyRun, repeat: bool = False) -> float:
-        """Returns how long a run of verify may take, in seconds.
+        """Return the time limit of a run of verify, in seconds.
 
-        repeat: runs the control again even if it is known: for a mutant that hung.
+        `repeat`, for a mutant that hung, runs a known control again.
         Raises ConfigError if the run fails without a mutant, or (repeat) is nearly as slow.
         """
         name = str(run)
@@ -224,10 +224,10 @@ class Controls:
         return START_S + SLOWDOWN * seconds
 
     def record(self, name: str, result: CommandResult, passed: bool) -> None:
-        """Keeps the result of a control here and in the file."""
+        """Store the result of a control in memory and in the file."""
         self.seconds[name] = round(result.seconds, 1) if passed else None
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        content = self.read_file()  # another process may have written since
+        content = self.read_file()  # another process may have written to it
         content.setdefault(self.digest, {})[name] = self.seconds[name]
         temporary = self.file.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(content))

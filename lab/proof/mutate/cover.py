@@ -1,7 +1,7 @@
-"""Which tests run a function? tests/footprints.xz says it: what each test ran at the commit that it names.
+"""Which tests run a function? tests/footprints.xz records what each test ran at a given commit.
 
-A footprint has the functions that a test runs, in whatever process, and the other files that it opens
-(tests/footprints.py records them). A function is known by its name, wherever it stands in its file.
+A footprint lists the functions that a test runs, in any process, and the other files that it opens
+(tests/footprints.py records them). Functions are identified by name, wherever they are in their file.
 """
 
 import ast
@@ -21,7 +21,7 @@ HOOKS = Path(__file__).parent / "hooks"
 CACHE = ROOT / ".cache" / "mutate"
 FOOTPRINTS = ROOT / "tests" / "footprints.xz"
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}]  # pb: bytes, not words
-REST = "<rest>"  # what a file holds outside of functions; of a file that is not Python, all of it
+REST = "<rest>"  # code outside functions, or the whole content of a non-Python file
 
 
 # ---- the parts of a file -----------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ REST = "<rest>"  # what a file holds outside of functions; of a file that is not
 
 @dataclass(frozen=True)
 class Function:
-    """A function, or a method: Class.method. first, last: its lines, decorators included."""
+    """A function, or a method as Class.method. first, last: its lines, including decorators."""
 
     name: str
     first: int
@@ -42,7 +42,7 @@ def digest_of(text: str) -> str:
 
 
 def functions_of(text: str) -> list[Function]:
-    """The functions of a Python file, outermost ones alone: what one holds inside belongs to it."""
+    """Return the outermost functions of a Python file; nested functions belong to them."""
     functions = []
     lines = text.splitlines()
 
@@ -62,14 +62,14 @@ def functions_of(text: str) -> list[Function]:
 
 
 def parts_of(file: str, text: str) -> dict[str, str]:
-    """{name of a function, or REST: digest of its text}."""
+    """Return {name of a function, or REST: digest of its text}."""
     if not file.endswith(".py"):
         return {REST: digest_of(text)}
     lines = text.splitlines()
     parts = {}
     for function in functions_of(text):
         name = function.name
-        while name in parts:  # a second definition of the name, in another branch
+        while name in parts:  # redefined in another branch
             name += "'"
         parts[name] = function.digest
         for number in range(function.first - 1, function.last):
@@ -117,12 +117,12 @@ def read_footprints(file: Path = FOOTPRINTS) -> Footprints:
 
 
 def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
-    """Write a line of JSON, and the bits after it. Seconds have two digits.
+    """Write a line of JSON followed by the bits. Seconds are rounded to two digits.
 
-    The cases of a function that have one footprint are a group; groups that run nearly the same follow each
-    other. "groups": [steps from the last group's column to this one's, the end of each node id].
-    The bits are column by column, the last column first, a bit a group, filled up to whole bytes. The bit of
-    a group's own function is flipped: 0 where it ran.
+    Parametrized cases of a function with the same footprint form a group, and similar groups are adjacent.
+    "groups": [steps from the previous group's column to this one's, the suffix of each node id].
+    The bits are stored column by column, the last column first, one bit a group, padded to whole bytes. The
+    bit of a group's own function is inverted: 0 where it ran.
     """
     functions = functions_in(footprints.columns)
     place = {function: at for at, function in enumerate(functions)}
@@ -160,27 +160,27 @@ def write_footprints(footprints: Footprints, file: Path = FOOTPRINTS) -> None:
 
 
 def functions_in(columns: list[tuple[str, str]]) -> list[str]:
-    """How the node id of a test begins that is the function of a column; last "", for tests of no column."""
+    """Return the node-id prefix of the test function of each column, then "" for tests without a column."""
     return [*(f"{file}::{name.replace('.', '::')}" for file, name in columns), ""]
 
 
 def transposed(digits: str, width: int) -> list[str]:
-    """The columns of a matrix whose rows of `width` digits follow each other."""
+    """Return the columns of a matrix stored as concatenated rows of `width` digits."""
     return [digits[at::width] for at in range(width)]
 
 
 @dataclass(frozen=True)
 class CoverageMap:
-    """Which tests a mutant can meet. core: those of the tests that `bash scripts/test.sh` runs."""
+    """Which tests can reach a mutant. `core` are those among the tests of `bash scripts/test.sh`."""
 
     footprints: Footprints
     core: frozenset[str]
 
     def tests_of_line(self, file: str, text: str, line: int) -> list[tuple[float, str]]:
-        """Returns [(seconds, name)] of the tests that run the function at a line, sorted.
+        """Return [(seconds, name)] of the tests that run the function at a line, sorted.
 
-        text: the present text of `file`. Outside of functions these are the tests that run any function of
-        the file.
+        `text` is the current content of `file`. For code outside functions, these are the tests that run any
+        function of the file.
         """
         name = function_at(text, line)
         mask = 0
@@ -195,7 +195,7 @@ class CoverageMap:
 
 
 def function_at(text: str, line: int) -> str:
-    """The name of the function at a line; REST outside of any."""
+    """Return the name of the function at a line, or REST outside functions."""
     for function in functions_of(text):
         if function.first <= line <= function.last:
             return function.name
@@ -203,7 +203,7 @@ def function_at(text: str, line: int) -> str:
 
 
 def core_tests() -> frozenset[str]:
-    """The tests that `bash scripts/test.sh` runs. Raises RuntimeError if pytest cannot collect them."""
+    """Return the tests of `bash scripts/test.sh`. Raises RuntimeError if pytest cannot collect them."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-o", "addopts=-q"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     names = [line for line in done.stdout.splitlines() if "::" in line]
@@ -212,14 +212,13 @@ def core_tests() -> frozenset[str]:
     return frozenset(names)
 
 
-# ---- a run of tests that a mutant meets --------------------------------------------------------------------
+# ---- running the tests of a mutant -------------------------------------------------------------------------
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Returns the environment of a run of tests or of scripts.verify.
+    """Return the environment for a run of tests or of scripts.verify.
 
-    One thread, no bytecode files, the hooks on the path, and a short timeout for a rank that a mutant has
-    lost.
+    One thread, no bytecode files, the hooks on the path, and a short timeout for ranks lost to a mutant.
     """
     return {
         **os.environ,
@@ -232,6 +231,6 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def pytest_arguments(folder: Path, *arguments: str) -> list[str]:
-    """Returns the words of a pytest command with the plugin of the hooks. folder: for temporary files."""
+    """Return the arguments of pytest with the hooks' plugin. Temporary files go into `folder`."""
     words = ["-q", "-p", "no:cacheprovider", "-p", "mutate_pytest", "-o", "addopts=", "--tb", "line"]
     return [*words, "--basetemp", str(folder / "tmp"), *arguments]

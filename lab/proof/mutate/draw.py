@@ -35,7 +35,7 @@ MESSAGE_CALLS = (
 class GpuOnly(NamedTuple):
     """Code that only a GPU runs, although its text does not name cuda.
 
-    pattern: matches the whole text of a statement or of a keyword argument, in files whose name starts with
+    `pattern` matches the whole text of a statement or of a keyword argument, in files whose path starts with
     file_prefix.
     """
 
@@ -71,7 +71,7 @@ GPU_ONLY = (
 
 
 def core_files(root: Path) -> list[str]:
-    """Returns the sources that mutants are drawn from, relative to root."""
+    """Return the sources that mutants are drawn from, relative to root."""
     names = []
     for folder in CORE_FOLDERS:
         for path in sorted(root.glob(f"{folder}/**/*.py")):
@@ -82,7 +82,7 @@ def core_files(root: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit of one file. before, after: the lines that differ; line: the number of the first of them."""
+    """One edit of one file. before, after: the lines that differ, starting at `line`."""
 
     file: str
     line: int
@@ -93,25 +93,25 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, int, str, str]:
-        """Identifies the mutant among all mutants of a checkout."""
+        """Identify the mutant among all mutants of a checkout."""
         return self.file, self.line, self.before, self.after
 
     def difference(self) -> str:
-        """Returns the mutant as a title and a difference of lines."""
+        """Return the mutant as a title and a diff."""
         removed = "".join(f"\n- {line}" for line in self.before.splitlines())
         added = "".join(f"\n+ {line}" for line in self.after.splitlines())
         return f"{self.file}:{self.line} ({self.operator}){removed}{added}"
 
 
-# ---- where a mutant can be ---------------------------------------------------------------------------------
+# ---- where mutants can be ----------------------------------------------------------------------------------
 
 NOT_MUTATED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)
 
 
 def mutable_nodes(node: ast.AST, source: Source) -> Iterator[ast.AST]:
-    """Yields the nodes below `node` (itself included) that may be mutated, in the order of the text.
+    """Yield the nodes below `node` (including itself) that may be mutated, in source order.
 
-    Docstrings, annotations, decorators, raises, messages, __str__ and what only a GPU runs are left out.
+    Skips docstrings, annotations, decorators, raises, messages, __str__ and code that only a GPU runs.
     """
     if is_excluded(node, source):
         return
@@ -125,7 +125,7 @@ def mutable_nodes(node: ast.AST, source: Source) -> Iterator[ast.AST]:
 
 
 def is_excluded(node: ast.AST, source: Source) -> bool:
-    """Returns whether neither the node nor what it contains may be mutated."""
+    """Return whether the node and everything in it are exempt from mutation."""
     if isinstance(node, NOT_MUTATED):
         return True
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -142,14 +142,14 @@ def is_excluded(node: ast.AST, source: Source) -> bool:
 
 
 def cpu_branch(node: ast.If | ast.IfExp) -> Sequence[ast.AST]:
-    """Returns the branch that a CPU takes of a condition that names cuda: `x == "cuda"` or `x != "cuda"`."""
+    """Return the branch that a CPU takes for a condition on cuda: `x == "cuda"` or `x != "cuda"`."""
     is_not_equal = isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotEq)
     branch = node.body if is_not_equal else node.orelse
     return branch if isinstance(branch, list) else [branch]
 
 
 def mutable_children(node: ast.AST) -> list[ast.AST]:
-    """Returns the children of a node without its annotations, decorators and messages."""
+    """Return the children of a node except annotations, decorators and messages."""
     if isinstance(node, ast.FunctionDef):
         defaults = [*node.args.defaults, *node.args.kw_defaults]
         return [*filter(None, defaults), *node.body]
@@ -165,7 +165,7 @@ def mutable_children(node: ast.AST) -> list[ast.AST]:
 
 
 def gpu_spans(file: str, source: Source) -> list[tuple[int, int]]:
-    """Returns the spans of a file that GPU_ONLY matches; of a `with` statement, only its head counts."""
+    """Return the spans of a file that match GPU_ONLY. For a `with` statement only the header counts."""
     patterns = [re.compile(code.pattern, re.DOTALL) for code in GPU_ONLY if file.startswith(code.file_prefix)]
     spans = []
     for node in ast.walk(source.tree):
@@ -180,7 +180,7 @@ def gpu_spans(file: str, source: Source) -> list[tuple[int, int]]:
 
 
 def is_within(edit: Edit, span: tuple[int, int], source: Source) -> bool:
-    """Returns whether an edit changes nothing outside the span, except for the comma before it."""
+    """Return whether an edit changes nothing outside the span except the comma before it."""
     start, end = span
     text_before = source.text[edit.start : start] if edit.start < start else ""
     is_separator = text_before.strip(" ,\n") == ""
@@ -189,7 +189,7 @@ def is_within(edit: Edit, span: tuple[int, int], source: Source) -> bool:
 
 @dataclass(frozen=True)
 class Site:
-    """A node at which an operator finds edits."""
+    """A node where an operator can make edits."""
 
     file: str
     operator: str
@@ -197,7 +197,7 @@ class Site:
 
 
 def sites(file: str, source: Source) -> list[Site]:
-    """Returns every site of a file in the order of its text.
+    """Return every site of a file, in source order.
 
     An edit that several operators make belongs to the first of them.
     """
@@ -224,14 +224,14 @@ def sites(file: str, source: Source) -> list[Site]:
 
 
 def compile_text(text: str, file: str) -> CodeType:
-    """Raises SyntaxError or ValueError if the text does not compile."""
+    """Compile the text without warnings. Raises SyntaxError or ValueError if it does not compile."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # mutants cause many: `1 is x`, a string that is called, ...
+        warnings.simplefilter("ignore")  # mutants cause many: `1 is x`, calling a string, ...
         return compile(text, file, "exec", dont_inherit=True)
 
 
 def behaviour(code: CodeType) -> tuple:
-    """Returns what a piece of bytecode does, without the numbers of its lines."""
+    """Return what a code object does, ignoring its line numbers."""
     constants = []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -253,7 +253,7 @@ def behaviour(code: CodeType) -> tuple:
 
 
 def changes_behaviour(text: str, file: str, original: tuple) -> bool:
-    """Returns whether the text compiles, and to other bytecode than the original."""
+    """Return whether the text compiles to bytecode that differs from the original."""
     try:
         return behaviour(compile_text(text, file)) != original
     except (SyntaxError, ValueError):
@@ -261,7 +261,7 @@ def changes_behaviour(text: str, file: str, original: tuple) -> bool:
 
 
 def make_mutant(file: str, source: Source, operator: str, edit: Edit) -> Mutant:
-    """Returns the mutant of an edit, with the lines that the edit changes."""
+    """Return the mutant of an edit, with the lines that it changes."""
     first = source.line_number(edit.start)
     last = source.line_number(max(edit.start, edit.end - 1))
     old_lines = source.text.splitlines()
@@ -280,13 +280,13 @@ def make_mutant(file: str, source: Source, operator: str, edit: Edit) -> Mutant:
 
 
 def draw(root: Path, count: int, seed: int, only: tuple[str, ...] = ()) -> list[Mutant]:
-    """Returns `count` mutants, a function of the sources and the seed.
+    """Draw `count` mutants, determined by the sources and the seed.
 
-    Each draw chooses an operator, one of its sites and one of the site's edits, each uniformly, so an
-    operator with few sites (a missing wait) counts as much as one with many. Mutants that compile to the
-    bytecode of the original are left out.
+    Each draw picks an operator, one of its sites and one of the site's edits, each uniformly, so an operator
+    with few sites (a missing wait) counts as much as one with many. Mutants that compile to the same bytecode
+    are skipped.
 
-    only: draws from files whose names start with one of these.
+    `only` restricts the draw to files whose paths start with one of these.
     Raises ConfigError if there are fewer than `count` mutants.
     """
     names = [file for file in core_files(root) if not only or file.startswith(only)]
@@ -302,7 +302,7 @@ def draw(root: Path, count: int, seed: int, only: tuple[str, ...] = ()) -> list[
     for sites_of_operator in remaining.values():
         rng.shuffle(sites_of_operator)
 
-    # an operator that has sites left, its next site, the first edit there that changes the bytecode
+    # an operator with sites left, its next site, the first edit there that changes the bytecode
     mutants: list[Mutant] = []
     while len(mutants) < count:
         operators = [name for name, sites_of_operator in remaining.items() if sites_of_operator]

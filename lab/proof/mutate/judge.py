@@ -1,7 +1,7 @@
-"""Judges a mutant: which test sees it?
+"""Judges a mutant: which test catches it?
 
-First the tests of the core that run its function, the cheapest first, then the core's proofs of whole layouts
-(PROOFS), then slow tests, then scripts.verify on layouts that use its file.
+The order is: core tests that run its function, cheapest first; the core's proofs of whole layouts (PROOFS);
+slow tests; and scripts.verify on layouts that use its file.
 """
 
 import json
@@ -29,12 +29,12 @@ from lab.proof.mutate.control import (
 from lab.proof.mutate.cover import CoverageMap
 from lab.proof.mutate.draw import Mutant
 
-KILL_BONUS = 2.0  # a test that killed one mutant runs before tests that take a third of its time
+KILL_BONUS = 2.0  # a test with one kill runs before tests that take a third of its time
 NO_KILLS: Mapping[str, int] = MappingProxyType({})
 TEST_STAGES = ("core", "slow")
-PROOFS = "tests/test_two_steps.py"  # all of its cases are asked: each is another layout
-PROOF_S = 5.0  # of a case
-BUDGET_S = 120.0  # of the tests that a mutant meets, as long as they took when they were measured
+PROOFS = "tests/test_two_steps.py"  # every case runs, since each is another layout
+PROOF_S = 5.0  # of each case
+BUDGET_S = 120.0  # of a mutant's tests, by their recorded durations
 
 DENSE_RUNS = (VerifyRun("llama3-tiny", 2, "tp2 sp zero1"), VerifyRun("llama3-tiny", 4, "pp2 dp2 zero3"))
 MIXTURE_RUNS = (
@@ -43,7 +43,7 @@ MIXTURE_RUNS = (
     VerifyRun("dots1-tiny", 2, "dp2 zero1"),
 )
 
-# (start of a file's name, runs on layouts that use the file): the first entry that fits counts.
+# (path prefix, runs on layouts that use these files): the first match counts.
 VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
     ("model/moe", MIXTURE_RUNS),
     ("model/router", MIXTURE_RUNS),
@@ -146,7 +146,7 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
         (
             VerifyRun("llama3-tiny", 2, "dp2 zero3"),
             VerifyRun("llama3.2-tiny", 4, "rep2 dp2 zero2"),
-            VerifyRun("llama3.2-tiny", 2, "pp2 1f1b"),  # a tied table on two stages
+            VerifyRun("llama3.2-tiny", 2, "pp2 1f1b"),  # a tied embedding on two stages
             VerifyRun("mixtral-tiny", 2, "dp2 ep2 zero1"),
             VerifyRun("mixtral-tiny", 4, "rep2 ep2 zero1"),
         ),
@@ -207,16 +207,16 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
 
 
 def verify_runs(file: str) -> tuple[VerifyRun, ...]:
-    """Returns the runs of verify on layouts that use a file."""
+    """Return the runs of verify on layouts that use a file."""
     return next(runs for prefix, runs in VERIFY_RUNS if file.startswith(prefix))
 
 
 @dataclass(frozen=True)
 class Kill:
-    """stage: "core" or "slow" (tests), or "verify"; "" if the mutant survived.
+    """How a mutant was killed: `stage` is "core" or "slow" (tests) or "verify", "" if it survived.
 
-    by: the test or layout that saw the mutant; of a survivor, why verify gave no verdict ("" if it did).
-    hung: the run was stopped.
+    `by` names the test or layout that caught it, or for a survivor why verify gave no verdict ("" if it did).
+    `hung` says that the run hit its time limit.
     """
 
     stage: str
@@ -226,9 +226,9 @@ class Kill:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A mutant and what became of it (see Kill): a line of the file of verdicts.
+    """A mutant and its outcome (see Kill): a line of the file of verdicts.
 
-    ran: how many tests run its function; seconds: how long the judgement took.
+    `ran` counts the tests that run its function; `seconds` is how long judging took.
     """
 
     file: str
@@ -248,7 +248,7 @@ class Verdict:
         return self.file, self.line, self.before, self.after
 
 
-# ---- which tests a mutant meets ----------------------------------------------------------------------------
+# ---- which tests a mutant runs against ---------------------------------------------------------------------
 
 
 def choose_tests(
@@ -258,13 +258,13 @@ def choose_tests(
     kills: Mapping[str, int] = NO_KILLS,
     related: Container[str] = (),
 ) -> list[tuple[float, str]]:
-    """Returns the tests that a mutant meets, in the order in which they run: [(seconds, name)].
+    """Return [(seconds, name)] of the tests to run against a mutant, in order.
 
-    One case of every test function, the cheapest first, then a second case, while the budget lasts: the
-    cases of a function often miss the same mutants.
+    One case of every test function, cheapest first, then a second case, while the budget lasts: the cases of
+    a function often miss the same mutants.
 
-    kills: {test function: how many mutants it killed}; a function with kills runs earlier.
-    related: test files that run before all others.
+    `kills` maps test functions to how many mutants they killed; these run earlier.
+    `related` test files run before all others.
     """
     num_cases: Counter[str] = Counter()
     ranked = []
@@ -285,7 +285,7 @@ def choose_tests(
 
 
 def related_test_files(file: str, root: Path) -> set[str]:
-    """Returns the test files that have the name of a source or import from it.
+    """Return the test files that are named after a source or import from it.
 
     parallel/sharding/zero.py has tests/parallel/sharding/test_zero.py.
     """
@@ -304,7 +304,7 @@ def related_test_files(file: str, root: Path) -> set[str]:
     return related
 
 
-# ---- the judgement -----------------------------------------------------------------------------------------
+# ---- judging -----------------------------------------------------------------------------------------------
 
 
 def judge(
@@ -316,10 +316,10 @@ def judge(
     verify: bool = True,
     kills: Mapping[str, int] = NO_KILLS,
 ) -> Verdict:
-    """Plants the mutant in a copy of the checkout of `controls` and runs what could see it.
+    """Plant the mutant in a copy of the checkout of `controls` and run what could catch it.
 
-    A test counts only if it passes without the mutant. budget_s: of the core's tests, and as much again of
-    slow ones; verify: whether scripts.verify runs after the tests; kills: see choose_tests.
+    A test counts only if it passes without the mutant. `budget_s` is for core tests, and again for slow ones.
+    `verify` says whether scripts.verify runs after the tests. `kills` is as in choose_tests.
     Raises ConfigError if a run of verify fails without the mutant.
     """
     started = time.perf_counter()
@@ -360,10 +360,10 @@ def judge(
 def kill_by_tests(
     stage: str, folder: Path, tests: list[tuple[float, str]], controls: Controls
 ) -> Kill | None:
-    """Returns how these tests see the mutant in the sandbox; None if they do not.
+    """Return how these tests catch the mutant in the sandbox, or None if they do not.
 
-    A run that takes too long may be slow on a busy machine: its last test runs once more, alone. A test that
-    fails without the mutant too is left out, and the others run again.
+    A timeout may be due to a busy machine: the last test of the run is repeated alone. A test that also fails
+    without the mutant is dropped, and the others run again.
     """
     while tests:
         names = [name for _, name in tests]
@@ -380,7 +380,7 @@ def kill_by_tests(
                 tests = tests[position + 1 :]
                 continue
 
-        # without a started test, an import failed: of any of the files
+        # if no test started, an import failed in any of the files
         hung = result.code is None
         suspects = [last_started] if last_started else sorted({name.split("::")[0] for name in names})
         if all(controls.passes(suspect, limit_s, repeat=hung) for suspect in suspects):
@@ -392,9 +392,9 @@ def kill_by_tests(
 
 
 def kill_by_verify(folder: Path, runs: Iterable[VerifyRun], controls: Controls) -> Kill:
-    """Returns how scripts.verify sees the mutant in the sandbox.
+    """Return how scripts.verify catches the mutant in the sandbox.
 
-    An error exit gives no verdict: the next run is asked.
+    An error exit gives no verdict, and the next run is tried.
     Raises ConfigError if a run fails without the mutant.
     """
     no_verdict = ""
@@ -402,7 +402,7 @@ def kill_by_verify(folder: Path, runs: Iterable[VerifyRun], controls: Controls) 
         result = run_verify(folder, run, controls.limit_s(run))
         hung = result.code is None
         if hung:
-            controls.limit_s(run, repeat=True)  # raises if the control is as slow
+            controls.limit_s(run, repeat=True)  # raises if the control is just as slow
         if hung or (result.code == 1 and has_verdict(result)):
             return Kill("verify", str(run), hung)
         if not has_verdict(result):
@@ -411,7 +411,7 @@ def kill_by_verify(folder: Path, runs: Iterable[VerifyRun], controls: Controls) 
 
 
 def count_kills(verdicts: Iterable[Verdict]) -> Counter[str]:
-    """Returns {test function: how many mutants it killed}."""
+    """Return {test function: how many mutants it killed}."""
     return Counter(verdict.by.split("[")[0] for verdict in verdicts if verdict.stage in TEST_STAGES)
 
 
@@ -419,7 +419,7 @@ def count_kills(verdicts: Iterable[Verdict]) -> Counter[str]:
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """Reads a JSON Lines file; returns [] without a file. A line that is half written is left out."""
+    """Read a JSON Lines file, [] if there is none. A truncated line is dropped."""
     if not path.exists():
         return []
     verdicts = []

@@ -1,12 +1,12 @@
 """The mutation operators: each is a function that finds edits of one kind in one node of a syntax tree.
 
 An operator takes (node, Source) and yields Edits. An edit replaces a span of the text, so the rest of the
-file, comments included, stays as it is, and the difference of a mutant is one or two lines. The kinds are
-those of the mutation testing literature (Offutt et al. 1996, "An experimental determination of sufficient
-mutant operators": relations, arithmetic, logic, signs, constants) and those of faults that published
-training code had: a missing wait, a wrong axis, a wrong group of ranks, a dropped call, swapped arguments.
+file stays as it is, including comments, and the diff of a mutant is one or two lines. The kinds are those of
+the mutation testing literature (Offutt et al. 1996, "An experimental determination of sufficient mutant
+operators": relations, arithmetic, logic, signs, constants) and typical bugs of published training code: a
+missing wait, a wrong axis, a wrong process group, a dropped call, swapped arguments.
 
-The name of an operator function is written to the file of verdicts.
+The name of an operator function is recorded in the file of verdicts.
 """
 
 import ast
@@ -52,7 +52,7 @@ UPDATES = {
 }
 LOGIC = {"and": ("or",), "or": ("and",)}
 
-# Functions and methods that wait until something has finished.
+# Functions and methods that block until something has finished.
 WAIT_CALLS = (
     "wait",
     "continue_reduce",
@@ -69,7 +69,7 @@ WAIT_CALLS = (
     "update_after_step",
 )
 
-# Calls whose result is of another kind than their argument: without the call, the code fails at once.
+# Calls that change the type of their argument: dropping one crashes immediately.
 KIND_CHANGING_CALLS = (
     "len",
     "range",
@@ -89,7 +89,7 @@ KIND_CHANGING_CALLS = (
 AXIS_KEYWORDS = ("dim", "axis", "dims")
 OTHER_AXIS = {-1: "0", 0: "1", 1: "0", 2: "1", -2: "-1"}
 
-# Tensor methods that take an axis: the position of the first argument that is one.
+# Tensor methods with an axis argument: its position.
 AXIS_POSITION = {
     "sum": 0,
     "mean": 0,
@@ -177,7 +177,7 @@ def constants(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def other_integers(value: int) -> list[int]:
-    """Returns value + 1, value - 1 and 0; of values above 2 also their double and half."""
+    """Return value + 1, value - 1 and 0, and for values above 2 also double and half."""
     others = {value + 1, value - 1, 0}
     if value > 2:
         others |= {2 * value, value // 2}
@@ -203,7 +203,7 @@ def arithmetic(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def updates(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """+= becomes -= or =, which overwrites the sum so far."""
+    """+= becomes -= or =, which overwrites the running sum."""
     if not isinstance(node, ast.AugAssign) or is_text(node.value):
         return
     symbol = SYMBOLS.get(type(node.op))
@@ -251,7 +251,7 @@ def and_or(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def missing_wait(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """x.wait() becomes x, or `pass` if it is a statement."""
+    """x.wait() becomes x, or `pass` as a statement."""
     if isinstance(node, ast.Expr):
         if called_name(node.value) in WAIT_CALLS:
             yield source.replace(node, "pass")
@@ -263,7 +263,7 @@ def missing_wait(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def dropped_statement(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """A statement that is a call becomes `pass`."""
+    """A call statement becomes `pass`."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield source.replace(node, "pass")
 
@@ -279,8 +279,8 @@ def dropped_assignment(node: ast.AST, source: Source) -> Iterator[Edit]:
 def dropped_call(node: ast.AST, source: Source) -> Iterator[Edit]:
     """f(x, ...) becomes x; x.f(...) becomes x unless x is a module.
 
-    Constructors and calls whose result is of another kind stay: a mutant that fails at once says nothing
-    about the tests.
+    Constructors and calls that change the type are kept: a mutant that crashes immediately says nothing about
+    the tests.
     """
     if not isinstance(node, ast.Call) or node in source.statement_calls:
         return
@@ -317,7 +317,7 @@ def dropped_keyword(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def swapped_arguments(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """f(a, b) becomes f(b, a): two neighbouring positional arguments."""
+    """f(a, b) becomes f(b, a): two adjacent positional arguments are swapped."""
     if not isinstance(node, ast.Call):
         return
     positional = [value for value in node.args if not isinstance(value, (ast.Starred, ast.GeneratorExp))]
@@ -331,11 +331,11 @@ def swapped_arguments(node: ast.AST, source: Source) -> Iterator[Edit]:
             yield Edit(left_start, right_end, right_text + separator + left_text)
 
 
-# ---- indices, axes, groups of ranks ------------------------------------------------------------------------
+# ---- indices, axes, process groups -------------------------------------------------------------------------
 
 
 def off_by_one(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """Bounds of slices and ranges, and indices that are sums, change by one."""
+    """Slice bounds, range bounds and indices that are sums change by one."""
     bounds: list[ast.expr] = []
     if isinstance(node, ast.Slice):
         given = [bound for bound in (node.lower, node.upper) if bound is not None]
@@ -371,7 +371,7 @@ def wrong_axis(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def wrong_group(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """mesh.tp becomes mesh.cp: communication with other ranks."""
+    """mesh.tp becomes mesh.cp: another process group."""
     if not isinstance(node, ast.Attribute) or node.attr not in GROUP_AXES:
         return
     if not isinstance(node.ctx, ast.Load):
@@ -397,12 +397,12 @@ def condition(node: ast.AST, source: Source) -> Iterator[Edit]:
         return
     for test in tests:
         is_negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        if not is_negated:  # `not c` is the case of signs()
+        if not is_negated:  # `not c` is left to signs()
             yield source.replace(test, f"(not {source.operand(test)})")
 
 
 def dropped_branch(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """`else:` does nothing; `a if c else b` becomes a or b; the filter of a comprehension is always true."""
+    """`else:` does nothing; `a if c else b` becomes a or b; a comprehension loses its filter."""
     if isinstance(node, ast.If) and node.orelse:
         start = source.span(node.orelse[0])[0]
         end = source.span(node.orelse[-1])[1]
@@ -417,7 +417,7 @@ def dropped_branch(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def other_name(node: ast.AST, source: Source) -> Iterator[Edit]:
-    """The function returns another one of its names."""
+    """The function returns another one of its local names."""
     if not isinstance(node, ast.Return) or node.value is None:
         return
     function = source.enclosing_function.get(node)
@@ -432,11 +432,11 @@ def other_name(node: ast.AST, source: Source) -> Iterator[Edit]:
                 yield source.replace(value, other)
 
 
-# ---- what a node is ----------------------------------------------------------------------------------------
+# ---- properties of nodes -----------------------------------------------------------------------------------
 
 
 def is_text(node: ast.AST) -> bool:
-    """Returns whether an expression is a string: a sum of strings is not arithmetic."""
+    """Return whether an expression is a string: a sum of strings is not arithmetic."""
     if isinstance(node, ast.BinOp):
         return is_text(node.left) or is_text(node.right)
     if isinstance(node, ast.Constant):
@@ -445,7 +445,7 @@ def is_text(node: ast.AST) -> bool:
 
 
 def called_name(node: ast.AST) -> str:
-    """Returns the last name of what a call calls: "wait" of x.work.wait(); "" if there is none."""
+    """Return the last name of the callee ("wait" for x.work.wait()), or "" if it has none."""
     if not isinstance(node, ast.Call):
         return ""
     if isinstance(node.func, ast.Attribute):
@@ -454,7 +454,7 @@ def called_name(node: ast.AST) -> str:
 
 
 def is_torch_function(call: ast.Call) -> bool:
-    """Returns whether a call is torch.f(...)."""
+    """Return whether a call is torch.f(...)."""
     function = call.func
     return (
         isinstance(function, ast.Attribute)
@@ -464,7 +464,7 @@ def is_torch_function(call: ast.Call) -> bool:
 
 
 def integer_value(node: ast.AST) -> int | None:
-    """Returns the value of an integer literal with its sign; None of any other node."""
+    """Return the value of an integer literal with its sign, or None for any other node."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = integer_value(node.operand)
         return None if value is None else -value

@@ -1,4 +1,4 @@
-"""The closing table of a run of mutants, and the mutants that are known to change nothing."""
+"""The final table of a mutation run, and the mutants that are known to be equivalent."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from lab.proof.mutate.judge import Verdict
 
 EXPLANATIONS_FILE = Path(__file__).parent / "equivalent.yaml"
 STAGES = ("core", "slow", "verify")
-TARGET_SHARE = 0.95  # killed, of the mutants that are not explained
+TARGET_SHARE = 0.95  # killed, among the mutants that are not explained
 
-Explanations = dict[tuple[str, str, str], str]  # (file, before, after) -> why no test can see a difference
+Explanations = dict[tuple[str, str, str], str]  # (file, before, after) -> why no test can tell the difference
 
 
 def read_explanations(path: Path = EXPLANATIONS_FILE) -> Explanations:
-    """Reads the explained mutants; their lines are without indentation.
+    """Read the explained mutants, with unindented lines.
 
     Raises ConfigError if an entry is incomplete.
     """
@@ -36,7 +36,7 @@ def without_indentation(text: str) -> str:
 
 
 def make_report(verdicts: Sequence[Verdict], explanations: Explanations) -> tuple[list[str], bool]:
-    """Returns the lines to print, and whether the killed share reaches TARGET_SHARE."""
+    """Return the lines to print, and whether the killed share reaches TARGET_SHARE."""
 
     def is_explained(verdict: Verdict) -> bool:
         before = without_indentation(verdict.before)
@@ -77,7 +77,7 @@ def make_report(verdicts: Sequence[Verdict], explanations: Explanations) -> tupl
 
 
 def survivor_lines(verdict: Verdict) -> list[str]:
-    """Returns the lines that show a mutant that survived."""
+    """Return the lines that show a surviving mutant."""
     place = f"{verdict.file}:{verdict.line}"
     lines = [f"SURVIVED {place} ({verdict.operator}, {verdict.ran} tests run the line)"]
     if verdict.by:
@@ -88,7 +88,7 @@ def survivor_lines(verdict: Verdict) -> list[str]:
 
 
 def operator_table(columns: dict[str, list[Verdict]]) -> list[str]:
-    """Returns the lines of a table: how many verdicts of each operator every column has."""
+    """Return the lines of a table that counts the verdicts of each operator in every column."""
     widths = {name: len(name) + 1 for name in columns}
     cells = [f"{name:>{widths[name]}}" for name in columns]
     lines = [f"{'':<20} {' '.join(cells)}"]

@@ -6,17 +6,17 @@ from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Node = ast.expr | ast.stmt | ast.keyword  # nodes that have a position in the text
+Node = ast.expr | ast.stmt | ast.keyword  # nodes that have a position in the source
 
-# An expression of these types needs no parentheses as an operand.
+# Expressions of these types need no parentheses as operands.
 ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List, ast.Dict, ast.Set)
 
 IMPLICIT_ARGUMENTS = ("self", "cls", "ctx")
 
 
 def last_line(node: Node) -> int:
-    """Returns the number of the last line of a parsed node, from 1."""
-    assert node.end_lineno is not None  # ast.parse gives every node an end
+    """Return the 1-based number of a parsed node's last line."""
+    assert node.end_lineno is not None  # always set by ast.parse
     return node.end_lineno
 
 
@@ -38,15 +38,15 @@ class Source:
 
     text: str
     tree: ast.Module
-    line_starts: tuple[int, ...]  # offset of the start of each line
-    modules: frozenset[str]  # names that are bound to a module
+    line_starts: tuple[int, ...]  # offset of each line
+    modules: frozenset[str]  # names bound to modules
     names_of_function: dict[ast.AST, tuple[str, ...]]  # function -> its parameters and the names it assigns
-    enclosing_function: dict[ast.AST, ast.AST]  # node -> the innermost function that contains it
+    enclosing_function: dict[ast.AST, ast.AST]  # node -> the innermost enclosing function
     statement_calls: frozenset[ast.AST]  # values of expression statements, mostly calls
 
     @staticmethod
     def parse(text: str) -> "Source":
-        """Raises SyntaxError if the text is not valid Python."""
+        """Parse a Python file. Raises SyntaxError if the text is not valid Python."""
         tree = ast.parse(text)
 
         line_starts = [0]
@@ -76,7 +76,7 @@ class Source:
         )
 
     def offset_of(self, line: int, column: int) -> int:
-        """Returns the offset in the text of a line (from 1) and a column in bytes."""
+        """Return the text offset of a 1-based line and a column in bytes."""
         start = self.line_starts[line - 1]
         line_text = self.text[start : self.line_starts[line]]
         if line_text.isascii():
@@ -84,8 +84,8 @@ class Source:
         return start + len(line_text.encode()[:column].decode())
 
     def span(self, node: Node) -> tuple[int, int]:
-        """Returns the offsets of the start and the end of a node."""
-        assert node.end_col_offset is not None  # ast.parse gives every node an end
+        """Return the start and end offsets of a node."""
+        assert node.end_col_offset is not None  # always set by ast.parse
         start = self.offset_of(node.lineno, node.col_offset)
         end = self.offset_of(last_line(node), node.end_col_offset)
         return start, end
@@ -95,7 +95,7 @@ class Source:
         return self.text[start:end]
 
     def line_number(self, offset: int) -> int:
-        """Returns the number of the line at an offset, from 1."""
+        """Return the 1-based line number at an offset."""
         return bisect(self.line_starts, offset)
 
     def replace(self, node: Node, new: str) -> Edit:
@@ -103,14 +103,14 @@ class Source:
         return Edit(start, end, new)
 
     def operand(self, node: Node) -> str:
-        """Returns the text of a node, in parentheses unless it is an atom."""
+        """Return the text of a node, parenthesized unless it is an atom."""
         text = self.text_of(node)
         return text if isinstance(node, ATOMS) else f"({text})"
 
     def replace_symbol(
         self, left: Node, right: Node, replacements: dict[str, tuple[str, ...]], symbol: str
     ) -> Iterator[Edit]:
-        """Yields edits that replace the operator symbol between two nodes, one for each replacement."""
+        """Yield one edit for each replacement of the operator symbol between two nodes."""
         start = self.span(left)[1]
         end = self.span(right)[0]
         without_comments = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), self.text[start:end])
@@ -127,7 +127,7 @@ class Source:
 
 
 def imported_names(tree: ast.Module) -> frozenset[str]:
-    """Returns the names that imports bind to modules. In `from x import y`, a lower-case y counts as one."""
+    """Return the names that imports bind to modules. In `from x import y`, a lower-case y counts as one."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -139,13 +139,13 @@ def imported_names(tree: ast.Module) -> frozenset[str]:
 
 
 def parameter_names(function: ast.FunctionDef) -> list[str]:
-    """Returns the names of a function's parameters, without self, cls and ctx."""
+    """Return the names of a function's parameters, without self, cls and ctx."""
     arguments = function.args
     parameters = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     return [parameter.arg for parameter in parameters if parameter.arg not in IMPLICIT_ARGUMENTS]
 
 
 def assigned_names(function: ast.FunctionDef) -> list[str]:
-    """Returns the names that a function assigns, in the order of ast.walk."""
+    """Return the names that a function assigns, in the order of ast.walk."""
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
     return [name.id for name in names if isinstance(name.ctx, ast.Store)]

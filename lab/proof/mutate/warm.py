@@ -1,8 +1,8 @@
-"""Runs of pytest as forks of one process that has loaded torch and pytest, and nothing of the checkout.
+"""Runs pytest in forks of one process that has imported torch and pytest, but nothing of the checkout.
 
-A mutant meets few tests, and Python that imports torch would take longer than they do. The process reads a
-run a line from its standard input (JSON: the parameters of `become_pytest` and limit_s), and answers with
-its exit code, null for a run that it had to stop. It ends with its input.
+A mutant needs few tests, and importing torch would take longer than they do. The process reads one run a line
+from stdin (JSON: the parameters of `become_pytest` and limit_s) and answers with its exit code, null for a
+run that it had to kill. It exits when stdin closes.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ POLL_S = 0.01
 
 
 class WarmPytest:
-    """The caller's end. The process starts with the first run."""
+    """The caller's side. The process starts with the first run."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen | None = None
 
     def run(self, **run: object) -> int | None:
-        """Returns the exit code of a run (see above). Raises RuntimeError if the process has died."""
+        """Return the exit code of a run (see above). Raises RuntimeError if the process has died."""
         if self.process is None:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", __file__],
@@ -55,10 +55,10 @@ class WarmPytest:
 def become_pytest(
     arguments: list[str], folder: str, log: str, environment: dict[str, str], max_file_bytes: int
 ) -> int:
-    """Turns a fork into what `python -m pytest ARGUMENTS` would be in a folder, leader of its own session;
-    returns the exit code.
+    """Turn a fork into `python -m pytest ARGUMENTS` in a folder, as the leader of its own session, and return
+    the exit code.
 
-    log: the file of its output; max_file_bytes: the longest file that it may write.
+    Output goes to the file `log`; `max_file_bytes` limits the size of any file that it writes.
     """
     os.setsid()
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
@@ -72,14 +72,14 @@ def become_pytest(
     os.environ.update(environment)
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     more = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:1] = [folder, *more]  # instead of the folder of this file
+    sys.path[:1] = [folder, *more]  # replaces the folder of this file
     sys.argv = ["pytest", *arguments]
     sys.modules["__main__"] = types.ModuleType("__main__")
     return sys.modules["pytest"].main(arguments)
 
 
 def wait(pid: int, limit_s: float) -> int | None:
-    """Waits for a run, at most so long, and kills what is left of its session. Returns its exit code."""
+    """Wait for a run up to the limit, kill what is left of its session, and return its exit code."""
     deadline = time.monotonic() + limit_s
     while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""The sum of the gradients of microbatches, which must be in fp32, against an fp64 sum."""
+"""Microbatch gradients accumulate in fp32: compares their sum with an fp64 sum."""
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,20 +16,20 @@ LOSS_SCALE = 2.0**13
 
 
 def without_bias_rate(mlp: ChannelMixer) -> ChannelMixer:
-    """The MLP, or experts whose router's biases do not move."""
+    """Return the MLP, or the MoE without updates of its router biases."""
     if not isinstance(mlp, ExpertsConfig):
         return mlp
     return replace(mlp, router=replace(mlp.router, bias_rate=None))
 
 
 def accumulation_errors(pool: WorkerPool, cfg: Config, folder: Path) -> list[BoundedError]:
-    """The gradient of 8 microbatches against the fp64 sum of their gradients, each computed alone.
+    """Compare the gradient of 8 microbatches with the fp64 sum of the 8 separate gradients.
 
-    Alone means in a run of 8 steps of one sequence, at a learning rate at which nothing moves. The products
-    of both runs have the same bits: biases of routers stay, which a step moves at a rate of their own. What
-    differs are the additions in fp32, at most one for each token.
+    The separate gradients come from a run of 8 one-sequence steps with a learning rate too small to move any
+    weight. The products of both runs are bitwise equal; router biases, which have their own update rate, are
+    frozen. The runs differ only in the fp32 additions, at most one per token.
 
-    cfg: a layout that splits no product, with micro_batch 1.
+    `cfg` has micro_batch 1 and a layout that splits no product.
     """
     together = replace(
         cfg,

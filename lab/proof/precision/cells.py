@@ -50,7 +50,7 @@ EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, train.fp8 and model.mtp
     {"recompute": "full"},
     {"mtp": MTPConfig()},
 )
-PREFIXES = {  # of the values of keys in the name of a cell
+PREFIXES = {  # put before the value of a key in the name of a cell
     "schedule": "",
     "cp_kind": "",
     "ep_chunks": "chunks",
@@ -64,7 +64,7 @@ PREFIXES = {  # of the values of keys in the name of a cell
 
 @dataclass(frozen=True)
 class Cell:
-    """A dtype, an optimizer, a ZeRO stage, a layout, and what else is switched on."""
+    """A dtype, an optimizer, a ZeRO stage, a layout, and one extra feature."""
 
     dtype: str
     optimizer: str
@@ -73,9 +73,9 @@ class Cell:
     extra: int  # index into EXTRAS
 
     def config(self, name: str, world: int, data: str, overrides: Overrides = Overrides()) -> Config:
-        """The job of the cell. name: the recipe. data: the prefix of the data set.
+        """Return the config of the cell for a recipe and a data set prefix.
 
-        overrides: keys of the model that are set in the shrunk recipe.
+        `overrides` are model keys to set in the shrunk recipe.
         """
         keys = LAYOUTS[world][self.layout] | EXTRAS[self.extra]
         fp8, mtp = keys.pop("fp8", None), keys.pop("mtp", None)
@@ -88,7 +88,7 @@ class Cell:
         )
 
     def words(self, world: int) -> str:
-        """The name of the cell: `bf16 adamw zero1 dp2 weights int8`."""
+        """Return the name of the cell: `bf16 adamw zero1 dp2 weights int8`."""
         keys = LAYOUTS[world][self.layout] | EXTRAS[self.extra]
         dp = world // ranks_of_layout(keys)
         named = [self.dtype, self.optimizer, f"zero{self.zero}"]
@@ -102,16 +102,15 @@ class Cell:
         return " ".join(named)
 
     def pairs(self) -> set[tuple]:
-        """All pairs of (position, value) of the five values."""
+        """Return all pairs of (position, value) among the five values."""
         values = (self.dtype, self.optimizer, self.zero, self.layout, self.extra)
         return set(itertools.combinations(enumerate(values), 2))
 
 
 def choose_cells(name: str, world: int, overrides: Overrides = Overrides()) -> list[Cell]:
-    """Every legal (dtype, optimizer, ZeRO stage) once, each with one layout and one extra.
+    """Return one cell for every legal (dtype, optimizer, ZeRO stage), each with a layout and an extra.
 
-    Taken are the layout and the extra with the most pairs of values that no cell has yet; of several, those
-    that were taken least.
+    Picks the layout and the extra that cover the most new pairs of values; ties go to those used least.
     """
     times_taken: Counter[tuple[str, int]] = Counter()
     seen: set[tuple] = set()
@@ -136,7 +135,7 @@ def choose_cells(name: str, world: int, overrides: Overrides = Overrides()) -> l
 
 
 def is_runnable(cell: Cell, name: str, world: int, overrides: Overrides = Overrides()) -> bool:
-    """Whether train.py runs the cell, and nothing in it is without effect: it would only repeat another."""
+    """Return whether train.py accepts the cell and every key of it has an effect (so it repeats no other)."""
     extra = EXTRAS[cell.extra]
     if "fp8" in extra and cell.dtype != "fp8":
         return False
@@ -151,5 +150,5 @@ def is_runnable(cell: Cell, name: str, world: int, overrides: Overrides = Overri
 
 
 def check_model(cfg: Config, world: int = 1) -> None:
-    """Raises ConfigError if train.py does not run the job on `world` ranks. The vocabulary is the proof's."""
+    """Raise ConfigError if train.py rejects the job on `world` ranks. The vocabulary is the proof's."""
     plan_pipeline(replace(cfg, model=replace(cfg.model, vocab=257)), world, advise=False)

@@ -15,9 +15,9 @@ from lab.proof.precision.prover import Prover, Verdict
 from lab.proof.verify.overrides import Overrides, check_reached
 from runtime.failure import last_line
 
-SUMS = (("bf16", 0), ("fp16", 1), ("fp8", 2), ("bf16", 3))  # (dtype, ZeRO stage) of the sums of microbatches
+SUMS = (("bf16", 0), ("fp16", 1), ("fp8", 2), ("bf16", 3))  # (dtype, ZeRO stage) of the accumulation checks
 
-Worst = dict[tuple[str, str], BoundedError]  # {(dtype, check): the error with the largest share of its bound}
+Worst = dict[tuple[str, str], BoundedError]  # {(dtype, check): the error that uses most of its bound}
 
 
 def check(
@@ -29,18 +29,18 @@ def check(
     seed: int = 0,
     overrides: Overrides = Overrides(),
 ) -> int:
-    """The command: prints a line for each row, and the worst error of each dtype and check.
+    """Run the command: print a line for each row, and the worst error of each dtype and check.
 
-    draw: how many cells to draw, with `seed`; None: all. overrides: keys of the model that are set.
+    `draw` is how many cells to draw with `seed`, None for all. `overrides` are the model keys to set.
 
-    Returns 0 if everything holds, else 1. Raises ConfigError if there are no layouts of so many ranks, or if
-    an override is unusable.
+    Returns 0 if everything holds, else 1. Raises ConfigError if this number of ranks has no layouts, or if an
+    override is unusable.
     """
     if world not in LAYOUTS:
         raise ConfigError(f"--world: {world} must be 1, 2 or 4 with --precision")
     cfg = precision_config(name, "none", "fp32", "adamw", overrides=overrides)
     check_model(cfg)
-    gradient_error(cfg)  # a mixer without bounds is refused here
+    gradient_error(cfg)  # raises for a mixer without bounds
     cells = choose_cells(name, world, overrides)
     cfgs = [cell.config(name, world, "none", overrides) for cell in cells]
     check_reached(overrides, cfgs, world, "--precision")
@@ -68,7 +68,7 @@ def check(
             title = overrides.title(row_title) if as_json else row_title
             try:
                 wrong, errors = prove(prover)
-            except RuntimeError as error:  # a rank of this row died; new ranks prove the others
+            except RuntimeError as error:  # a rank died in this row; new ranks prove the others
                 wrong, errors = [f"died: {last_line(error)}"], []
                 prover.close()
                 prover = Prover(name, world, overrides=overrides)
@@ -85,7 +85,7 @@ def check(
 
 
 def rows_of(cells: list[Cell], world: int) -> list[tuple[str, Callable[[Prover], Verdict]]]:
-    """[(title, what proves the row with the ranks of a Prover)] of all rows of the command."""
+    """Return [(title, function that proves it with a Prover)] for all rows of the command."""
     def prove_sums(prover: Prover, dtype: str, zero: int) -> Verdict:
         return prover.prove_sums(dtype, zero)
 
@@ -102,7 +102,7 @@ def rows_of(cells: list[Cell], world: int) -> list[tuple[str, Callable[[Prover],
 
 
 def print_row(title: str, wrong: list[str], errors: list[BoundedError], as_json: bool) -> bool:
-    """Prints the verdict on a row with its worst error, and returns whether the row holds."""
+    """Print the verdict on a row with its worst error, and return whether the row holds."""
     worst = max(errors, key=lambda error: error.share, default=None)
     holds = not wrong and (worst is None or worst.share <= 1)
     if as_json:
@@ -124,7 +124,7 @@ def update_worst(worst: Worst, title: str, errors: list[BoundedError]) -> None:
 
 
 def print_worst(worst: Worst) -> None:
-    """Prints the table of the worst error of each dtype and check."""
+    """Print the table of the worst error of each dtype and check."""
     print(f"\n{'dtype':<11}{'check':<17}{'error':>10}{'bound':>10}   worst share of its bound, where")
     for (dtype, what), error in sorted(worst.items()):
         line = f"{dtype:<11}{what:<17}{error.error:>10.1e}{error.bound:>10.1e}"

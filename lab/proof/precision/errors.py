@@ -1,4 +1,4 @@
-"""A number and the bound that it must keep; norms and distances of sets of tensors."""
+"""A number with its bound; norms and distances of sets of tensors."""
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ UNIT = {
     "fp32": 2.0**-24,
     "fp16": 2.0**-11,
     "bf16": 2.0**-8,
-    "fp8": 2.0**-8,  # bf16, except for the products
+    "fp8": 2.0**-8,  # bf16, except in the products
 }
 U32 = UNIT["fp32"]
 E4M3 = 2.0**-4
@@ -24,7 +24,7 @@ SIGMAS = 2.0  # standard deviations that the bounds allow
 
 @dataclass(frozen=True)
 class BoundedError:
-    """A number against its bound. what: which check. where: step and tensor."""
+    """A number and its bound. what: which check. where: step and tensor."""
 
     what: str
     where: str
@@ -33,7 +33,7 @@ class BoundedError:
 
     @property
     def share(self) -> float:
-        """The error as a share of the bound: at most 1 where the bound holds. A NaN is infinitely far off."""
+        """The error relative to the bound: at most 1 if the bound holds, infinite for NaN."""
         if math.isnan(self.error):
             return math.inf
         if self.bound:
@@ -42,21 +42,21 @@ class BoundedError:
 
 
 def frobenius_norm(tensors: Iterable[Tensor]) -> float:
-    """The fp64 norm of all of them together."""
+    """Return the joint fp64 norm of all tensors."""
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 def relative_distance(ours: Tensors, theirs: Tensors) -> float:
-    """|ours - theirs| / |theirs| over all tensors."""
+    """Return |ours - theirs| / |theirs| over all tensors."""
     difference = frobenius_norm(ours[key].double() - theirs[key].double() for key in theirs)
     return difference / frobenius_norm(theirs.values())
 
 
 def matrices(tensors: Tensors) -> list[str]:
-    """The keys of the tensors that are no vectors."""
+    """Return the keys of the tensors that are not vectors."""
     return [key for key, tensor in tensors.items() if tensor.dim() > 1]
 
 
 def is_convolution(key: str) -> bool:
-    """Whether the tensor [c, w] is a short convolution: w weights for each of c channels, which mix none."""
+    """Return whether the tensor [c, w] is a short convolution: w weights per channel, without mixing."""
     return key.endswith("conv.weight")

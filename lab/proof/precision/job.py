@@ -1,4 +1,4 @@
-"""What scripts.verify --precision trains: a recipe shrunk to a second of training, and its data."""
+"""The jobs of scripts.verify --precision: recipes shrunk to a second of training, and their data."""
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from lab.proof.verify.overrides import Overrides
 from lab.proof.verify.tiny_config import arguments, with_sizes
 
 STEPS = 6
-FP16_STEPS = 10  # enough for a loss scale that falls and grows
+FP16_STEPS = 10  # enough for the loss scale to fall and to grow
 SPOILT_STEP = 3  # the step whose gradient is made non-finite
 DTYPES = ("bf16", "fp16", "fp32", "fp8")
 LEARNING_RATES = {
@@ -50,7 +50,7 @@ SETTINGS = {
     "log.name": "run",
 }
 
-# {key: why --precision needs a value of its own}
+# {key: why --precision has to set it itself}
 NEEDED = {
     "model.preset": "--precision trains the recipe NAME; give another NAME",
     "model.vocab": "--precision writes data with the ids of the byte tokenizer",
@@ -59,7 +59,7 @@ NEEDED = {
     "model.mlp.router.jitter": "the bounds of --precision hold without random masks",
 }
 
-# {kind of a mixer: the loss scale at first}: a run ends after five steps in a row that overflow
+# {kind of mixer: initial loss scale}: a run aborts after five overflowing steps in a row
 LOSS_SCALES = {"delta": 2.0**20, "kimi": 2.0**20, "mamba": 2.0**20}
 
 MIXER_SIZES = {
@@ -77,9 +77,9 @@ MIXER_SIZES = {
 
 
 def write_corpus(folder: Path) -> str:
-    """Writes a data set of 80 documents as scripts.tokenize does, and returns its prefix.
+    """Write a data set of 80 documents as scripts.tokenize does, and return its prefix.
 
-    The documents are random letters; letters early in the alphabet come more often.
+    The documents are random letters; letters early in the alphabet are more frequent.
     """
     byte_tokenizer = tokenizer.load_tokenizer("bytes")
     stream = np.random.default_rng(0)
@@ -93,7 +93,7 @@ def write_corpus(folder: Path) -> str:
 
 
 def shrunk_mlp(mlp: ChannelMixer) -> ChannelMixer:
-    """An MLP, or experts without jitter, of the shrunk recipe."""
+    """Return the MLP, or the MoE without jitter, of the shrunk recipe."""
     if isinstance(mlp, NoPart):
         return mlp
     if not isinstance(mlp, ExpertsConfig):
@@ -106,10 +106,10 @@ def shrunk_mlp(mlp: ChannelMixer) -> ChannelMixer:
 def precision_config(
     name: str, data: str, dtype: str, optimizer: str, *, overrides: Overrides = Overrides()
 ) -> Config:
-    """The recipe shrunk to a second of training; all features of its family stay but dropout and jitter.
+    """Return the recipe shrunk to a second of training, with all its features except dropout and jitter.
 
-    data: the prefix of the data set. optimizer: a key of LEARNING_RATES. overrides: keys of the model that
-    are set in the shrunk recipe. Raises ConfigError for an override that the bounds do not hold with.
+    `data` is the prefix of the data set, `optimizer` a key of LEARNING_RATES. `overrides` are model keys to
+    set in the shrunk recipe. Raises ConfigError for an override under which the bounds do not hold.
     """
     for path in overrides.keys():
         if path in NEEDED:
@@ -141,6 +141,6 @@ def precision_config(
 
 
 def single_process(cfg: Config) -> Config:
-    """The same job in one process."""
+    """Return the same job in one process."""
     parallel = replace(config.ParallelConfig(), bucket_mb=cfg.parallel.bucket_mb)
     return replace(cfg, parallel=parallel)

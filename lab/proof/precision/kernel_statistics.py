@@ -1,7 +1,7 @@
 """The statistics of kernels in bf16 (softmax, log-sum-exp, norms) against fp64 formulas.
 
-The inputs are such that statistics in bf16 would be off by several times the bound. The bound allows the one
-rounding of the result, and the roundings of the probabilities, which are bf16.
+The inputs are chosen so that statistics in bf16 would exceed the bound several times over. The bound allows
+one rounding of the result, and the roundings of the probabilities, which are bf16.
 """
 import math
 
@@ -20,7 +20,7 @@ EPS = 1e-5
 
 
 def kernel_errors() -> list[BoundedError]:
-    """The errors of all kernels; the random inputs are always the same."""
+    """Return the errors of all kernels, for fixed random inputs."""
     stream = torch.Generator().manual_seed(0)
     return [
         *attention_errors(stream),
@@ -31,21 +31,21 @@ def kernel_errors() -> list[BoundedError]:
 
 
 def statistic(where: str, computed: Tensor, exact: Tensor, tolerance: Tensor) -> BoundedError:
-    """The error of the worst element, as a share of its tolerance."""
+    """Return the error of the worst element, relative to its tolerance."""
     off = (computed.double() - exact).abs()
     error = float((off / tolerance).max())
     return BoundedError(what="statistics", where=where, error=error, bound=1.0)
 
 
 def attention_errors(stream: torch.Generator) -> list[BoundedError]:
-    """Scores are 30 and more: a bf16 score is off by 0.06, and its exponential by 6 %."""
+    """Check attention with scores of 30 and more: in bf16 they are off by 0.06, their exponentials by 6 %."""
     q, k, v = (torch.randn(2, 64, 4, 32, generator=stream) for _ in "qkv")  # [b, s, h, d]
     q = (8 * q).bfloat16()
     k = (2 * k[:, :, :2]).bfloat16()
     v = v[:, :, :2].bfloat16()
-    is_hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)  # by the causal mask
+    is_hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)  # masked, causal
 
-    # The exact result, [b, h, s, d].
+    # the exact result [b, s, h, d]
     q64 = q.double().transpose(1, 2)
     k64 = k.repeat_interleave(2, 2).double().transpose(1, 2)
     v64 = v.repeat_interleave(2, 2).double().transpose(1, 2)
@@ -54,7 +54,7 @@ def attention_errors(stream: torch.Generator) -> list[BoundedError]:
     probabilities = torch.softmax(scores, -1)
     exact = probabilities @ v64
 
-    # One rounding of the result, and one of each probability.
+    # one rounding of the result, and one of each probability
     sizes = probabilities @ v64.abs() + exact.abs()
     tolerance = UNIT_BF16 * sizes + 1e-4
     errors: list[BoundedError] = []
@@ -62,7 +62,7 @@ def attention_errors(stream: torch.Generator) -> list[BoundedError]:
         computed = attention(q, k, v, None, kind).transpose(1, 2)
         errors.append(statistic(f"attention, {kind}", computed, exact, tolerance))
 
-    # A part of ring attention and its log-sum-exp, which are fp32.
+    # a chunk of ring attention and its log-sum-exp, both in fp32
     part, lse = attention_part(q, k, v, ~is_hidden[None, None])
     largest_score = scores.abs().masked_fill(is_hidden, 0).amax(-1)[..., None]
     tolerance = 64 * U32 * (largest_score + 1)
@@ -75,7 +75,7 @@ def attention_errors(stream: torch.Generator) -> list[BoundedError]:
 
 
 def rms_and_layer_norm_errors(stream: torch.Generator) -> list[BoundedError]:
-    """Rows of 4,096 whose squares are far apart: a sum in bf16 stops growing after 256 of one size."""
+    """Check rows of 4,096 with squares of very different sizes: a bf16 sum stalls after 256 equal terms."""
     x = torch.randn(8, 4096, generator=stream) * torch.logspace(-2, 1, 4096)
     x = x.bfloat16()
     weight = torch.randn(4096, generator=stream).bfloat16()
@@ -89,7 +89,7 @@ def rms_and_layer_norm_errors(stream: torch.Generator) -> list[BoundedError]:
     tolerance = UNIT_BF16 * exact.abs() + 1e-30
     rms_error = statistic("RMSNorm", rms_norm(x, weight, EPS), exact, tolerance)
 
-    x = (x + 64).bfloat16()  # a mean that is large beside the deviation
+    x = (x + 64).bfloat16()  # a mean that is large relative to the deviation
     x64 = x.double()
     centred = x64 - x64.mean(-1, keepdim=True)
     variance = x64.var(-1, keepdim=True, unbiased=False)
@@ -101,10 +101,10 @@ def rms_and_layer_norm_errors(stream: torch.Generator) -> list[BoundedError]:
 
 
 def cross_entropy_error(stream: torch.Generator) -> BoundedError:
-    """Logits are whole numbers, which bf16 represents: only what comes after them can be off."""
+    """Check integer logits, which bf16 represents exactly: only later operations can be off."""
     vocab = 280
     hidden = torch.randint(-1, 2, (4096, 64), generator=stream).bfloat16()
-    head = torch.randint(-1, 2, (288, 64), generator=stream).bfloat16()  # with rows of padding
+    head = torch.randint(-1, 2, (288, 64), generator=stream).bfloat16()  # includes padding rows
     targets = torch.randint(vocab, (4096,), generator=stream)
 
     all_logits = hidden.double() @ head.double().t()

@@ -1,8 +1,8 @@
-"""The optimizers' papers in fp64: what masters and moments are after a step, from what they were before.
+"""The optimizers' papers in fp64: masters and moments after a step, from the state before it.
 
-Every value has a tolerance: how far a computation in fp32 may be from it. Each new value is a sum of a few
+Every value has a tolerance: how far an fp32 computation may be from it. Each new value is a sum of a few
 terms, each a few roundings off. With u the unit roundoff of fp32: 4 u of the master and 64 u of its change
-(1 - beta2 and 1 - beta2^step are differences: 20 u), and twice that for what a ratio of norms adds.
+(1 - beta2 and 1 - beta2^step are differences: 20 u), and twice that with a ratio of norms.
 """
 import math
 from collections.abc import Callable
@@ -23,18 +23,18 @@ TINY = 1e-30
 
 
 class Expected(NamedTuple):
-    """A tensor in fp64, and how far fp32 may be from each of its elements."""
+    """A tensor in fp64, and how far an fp32 result may be from each element."""
 
     value: Tensor
     tolerance: Tensor
 
     def with_tolerance(self, extra: Tensor | float) -> "Expected":
-        """The same value with a larger tolerance."""
+        """Return the same value with a larger tolerance."""
         return Expected(self.value, self.tolerance + extra)
 
 
 class Update(NamedTuple):
-    """A parameter after a step."""
+    """The expected state of a parameter after a step."""
 
     master: Expected
     moments: dict[str, Expected]
@@ -55,12 +55,12 @@ class Before:
     decay: float
 
     def changed_by(self, change: Tensor, roundings: float = 64.0) -> Expected:
-        """The master after the change, which is itself off by `roundings` u."""
+        """Return the master after a change that is itself off by `roundings` u."""
         tolerance = 4 * U32 * self.master.abs() + roundings * U32 * change.abs() + TINY
         return Expected(self.master + change, tolerance)
 
     def moment(self, name: str, new: Tensor) -> Expected:
-        """The new value of a moment: a weighted sum of its old value and of one other term."""
+        """Return the new value of a moment: a weighted sum of its old value and one other term."""
         old = self.moments[name]
         tolerance = 16 * U32 * (old.abs() + new.abs() + (new - old).abs()) + TINY
         return Expected(new, tolerance)
@@ -76,7 +76,7 @@ def muon(before: Before) -> Update:
     step = orthogonal(direction) * 0.2 * math.sqrt(max(master.shape))
     expected = before.changed_by(-optim.lr * before.decay * master - optim.lr * step)
 
-    # One relative rounding of the matrix, sqrt(n) of them in a product, times the slope of the polynomial.
+    # One relative rounding of the matrix, sqrt(n) in a product, times the slope of the polynomial.
     roundings = MUON_SLOPE * SIGMAS * U32 * math.sqrt(max(master.shape))
     slack = roundings * float(step.norm()) / math.sqrt(min(master.shape))
     return Update(
@@ -86,7 +86,7 @@ def muon(before: Before) -> Update:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Muon's polynomial in fp64, as U p(S) V^T of the singular value decomposition."""
+    """Apply Muon's polynomial in fp64, as U p(S) V^T of the singular value decomposition."""
     linear, cubic, quintic = COEFFICIENTS
     left, singular, right = torch.linalg.svd(x / (x.norm() + 1e-7), full_matrices=False)
     for _ in range(5):
@@ -95,7 +95,7 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def adamw_or_lamb(before: Before) -> Update:
-    """AdamW (arXiv 1711.05101) and LAMB (arXiv 1904.00962), which has AdamW's direction."""
+    """AdamW (arXiv 1711.05101) and LAMB (arXiv 1904.00962), which uses AdamW's direction."""
     optim, master, grad = before.optim, before.master, before.grad
     first_correction = 1 - optim.beta1**before.step
     second_correction = 1 - optim.beta2**before.step
@@ -105,14 +105,14 @@ def adamw_or_lamb(before: Before) -> Update:
     direction = exp_avg / first_correction / denominator
 
     decay, ratio, roundings = before.decay, 1.0, 64.0
-    if optim.name == "lamb":  # its decay is a part of the direction
+    if optim.name == "lamb":  # includes its decay in the direction
         direction = direction + decay * master
         ratio = trust_ratio(master, direction) if decay else 1.0
         direction = direction * ratio
         decay, roundings = 0.0, 128.0
     expected = before.changed_by(-optim.lr * decay * master - optim.lr * direction, roundings)
 
-    # The first moment is a difference of larger terms.
+    # the first moment is a difference of larger terms
     terms = (optim.beta1 * before.moments["adam_m"]).abs() + ((1 - optim.beta1) * grad).abs()
     slack = 8 * U32 * terms / first_correction / denominator * ratio
     return Update(
@@ -133,7 +133,7 @@ def lion(before: Before) -> Update:
     expected = before.changed_by(-optim.lr * before.decay * master - optim.lr * direction.sign())
 
     sizes = old.abs() + grad.abs()
-    is_unsure = direction.abs() <= 8 * U32 * sizes  # a rounding may turn the sign
+    is_unsure = direction.abs() <= 8 * U32 * sizes  # a rounding may flip the sign
     tolerance = torch.where(is_unsure, 2.1 * optim.lr, expected.tolerance)
     return Update(
         master=Expected(expected.value, tolerance),
@@ -142,7 +142,7 @@ def lion(before: Before) -> Update:
 
 
 def sgd_or_lars(before: Before) -> Update:
-    """SGD with momentum, and LARS (arXiv 1708.03888), whose momentum holds the learning rate."""
+    """SGD with momentum, and LARS (arXiv 1708.03888), whose momentum includes the learning rate."""
     optim, master, grad, decay = before.optim, before.master, before.grad, before.decay
     old = before.moments["momentum"]
     direction = grad + decay * master
@@ -165,15 +165,15 @@ def sgd_or_lars(before: Before) -> Update:
 
 
 def trust_ratio(master: Tensor, direction: Tensor) -> float:
-    """|master| / |direction|; 1 if either is zero (arXiv 1904.00962, 1708.03888)."""
+    """Return |master| / |direction|, or 1 if either is zero (arXiv 1904.00962, 1708.03888)."""
     master_norm = float(master.norm())
     direction_norm = float(direction.norm())
     return master_norm / direction_norm if master_norm > 0 and direction_norm > 0 else 1.0
 
 
-PAPERS: dict[str, Callable[[Before], Update]] = {  # by the moment that a parameter of the optimizer has
+PAPERS: dict[str, Callable[[Before], Update]] = {  # by the moment that the optimizer keeps for a parameter
     "muon_m": muon,
-    "adam_m": adamw_or_lamb,  # Muon gives vectors and tables to AdamW
+    "adam_m": adamw_or_lamb,  # Muon uses AdamW for vectors and embeddings
     "lion_m": lion,
     "momentum": sgd_or_lars,
 }
@@ -182,13 +182,14 @@ PAPERS: dict[str, Callable[[Before], Update]] = {  # by the moment that a parame
 # ---- a step ------------------------------------------------------------------------------------------------
 
 def has_decay(key: str, master: Tensor) -> bool:
-    """Whether a parameter has weight decay: those that mix channels. Vectors and short convolutions, which
-    multiply each channel alone, have none."""
+    """Return whether a parameter has weight decay: only those that mix channels do. Vectors and short
+    convolutions, which scale each channel separately, have none.
+    """
     return master.dim() > 1 and not is_convolution(key)
 
 
 def expected_update(run: RecordedRun, n: int) -> dict[str, Expected]:
-    """What every master ("key") and moment ("key@name") is after step n, from the state before it."""
+    """Return the expected masters ("key") and moments ("key@name") after step n, from the state before it."""
     optim = run.cfg.optim
     step = run.steps[n]
     loss_scale = run.steps[n - 1]["scale"]

@@ -1,4 +1,4 @@
-"""Runs the cells of scripts.verify --precision, and judges them."""
+"""Runs the cells of scripts.verify --precision and judges them."""
 import itertools
 import tempfile
 from dataclasses import replace
@@ -15,11 +15,11 @@ from lab.proof.precision.two_runs import compare_runs
 from lab.proof.verify.overrides import Overrides
 from runtime.pool import WorkerPool
 
-Verdict = tuple[list[str], list[BoundedError]]  # (what is plainly wrong, every number with its bound)
+Verdict = tuple[list[str], list[BoundedError]]  # (outright errors, every number with its bound)
 
 
 def judge(run: RecordedRun, reference: RecordedRun | None, against: str) -> Verdict:
-    """What a run shows alone, and against a reference if there is one (see compare_runs)."""
+    """Judge a run alone, and against a reference if there is one (see compare_runs)."""
     wrong = [*run.wrong, *unmoved_matrices(run)]
     errors = [*norm_errors(run), *digit_errors(run), *update_errors(run)]
     if reference is not None:
@@ -28,10 +28,10 @@ def judge(run: RecordedRun, reference: RecordedRun | None, against: str) -> Verd
 
 
 class Prover:
-    """Runs cells on warm ranks, and keeps the runs of one process: several cells are compared with each.
+    """Runs cells on warm ranks, and caches the single-process runs, since several cells share each.
 
-    data: the prefix of the data set. pool: `world` ranks that the caller closes; None: the prover starts
-    its own. overrides: keys of the model that are set in every job.
+    `data` is the prefix of the data set. `pool` has `world` ranks and is closed by the caller; by default the
+    prover starts its own. `overrides` are model keys to set in every job.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Prover:
         self.folder.cleanup()
 
     def single(self, cfg: Config, spoilt: frozenset[int]) -> RecordedRun:
-        """The job in one process, with a NaN in the gradients of the spoilt steps."""
+        """Run the job in one process, with a NaN in the gradients of the spoilt steps."""
         alone = single_process(cfg)
         key = repr((alone, sorted(spoilt)))
         if key not in self.known_runs:
@@ -67,7 +67,7 @@ class Prover:
         return self.known_runs[key]
 
     def exact(self, cfg: Config, skipped: frozenset[int]) -> RecordedRun:
-        """The job in one process and in fp64; it skips the same steps as the run in the dtype of cfg."""
+        """Run the job in one process in fp64, skipping the same steps as the run in cfg's dtype."""
         exact_cfg = replace(
             cfg,
             train=replace(cfg.train, dtype="fp64", fp8=None),
@@ -76,7 +76,7 @@ class Prover:
         return self.single(exact_cfg, skipped)
 
     def prove(self, cell: Cell) -> Verdict:
-        """Judges one process of the cell's dtype against fp64, and the cell against that process."""
+        """Judge one process of the cell's dtype against fp64, and the cell against that process."""
         cfg = cell.config(self.name, self.world, self.data, self.overrides)
         spoilt = frozenset({SPOILT_STEP})
         run = reference = self.single(cfg, spoilt)
@@ -98,7 +98,7 @@ class Prover:
         return wrong, errors
 
     def prove_sums(self, dtype: str, zero: int) -> Verdict:
-        """The verdict on the sums of microbatches, without a layout."""
+        """Judge the accumulation of microbatches, without a layout."""
         plain = precision_config(self.name, self.data, dtype, "sgd", overrides=self.overrides)
         cfg = replace(plain, parallel=replace(plain.parallel, zero=zero))
         errors = accumulation_errors(self.pool, cfg, self.root)

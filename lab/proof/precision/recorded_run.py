@@ -1,4 +1,4 @@
-"""A run as a whole: the records of all its ranks, joined to whole tensors under their global names."""
+"""A complete run: the records of all ranks, joined to whole tensors under their global names."""
 import math
 import shutil
 from collections.abc import Callable
@@ -16,17 +16,18 @@ from lab.proof.precision.errors import Tensors
 from lab.proof.precision.recorder import FlatPart, record_run, same_bits
 from runtime.pool import WorkerPool
 
-Parts = list[tuple[list[FlatPart], Tensor]]  # (places, flat tensor) of every rank and bucket
+Parts = list[tuple[list[FlatPart], Tensor]]  # (places, flat tensor) for every rank and bucket
 
 
 @dataclass
 class RecordedRun:
     """A run of train.train. State 0 is before the first step, state n after the n-th.
 
-    masters, moments ("key@name"), weights: of each state. grads: of each step, times the loss scale. steps:
-    of each state the number of the step, its loss, norm and whether it was good (ok), and the loss scale
-    (scale) and the count of good steps (good) after it. largest: of each state the largest finite value in
-    fp16 of the step before it, 0 in a run of another dtype. wrong: what was seen that must not be.
+    masters, moments ("key@name"), weights: one entry a state. grads: one a step, times the loss scale.
+    steps: for each state the step number, its loss, norm and whether it was good (ok), and the loss scale
+        (scale) and count of good steps (good) after it.
+    largest: for each state the largest finite value in fp16 of the step before it, 0 in other dtypes.
+    wrong: outright errors.
     """
 
     cfg: Config
@@ -40,12 +41,12 @@ class RecordedRun:
 
 
 def assemble(parts: Parts, wrong: list[str], when: str) -> Tensors:
-    """Whole tensors from their parts.
+    """Assemble whole tensors from their parts.
 
-    Adds to `wrong` what differs between replicas, and what no rank has.
+    Appends to `wrong` any difference between replicas, and any element that no rank has.
     """
     whole: Tensors = {}
-    known: Tensors = {}  # which elements some rank has brought
+    known: Tensors = {}  # marks the elements seen so far
     for places, flat in parts:
         for key, shape, start, size, offset in places:
             part = flat[offset:offset + prod(size)].view(size)
@@ -63,7 +64,7 @@ def assemble(parts: Parts, wrong: list[str], when: str) -> Tensors:
 
 
 def read_run(cfg: Config, folder: Path, world: int) -> RecordedRun:
-    """The run of `world` ranks that `record_run` recorded in the folder."""
+    """Read the run of `world` ranks that `record_run` recorded in the folder."""
     records = [torch.load(folder / f"record.{rank}", weights_only=True) for rank in range(world)]
     steps = records[0]["steps"]
     largest = [max(values) for values in zip(*(record["largest"] for record in records))]
@@ -71,7 +72,7 @@ def read_run(cfg: Config, folder: Path, world: int) -> RecordedRun:
 
     said = [f"rank {rank}: {what}" for rank, record in enumerate(records) for what in record["wrong"]]
     run.wrong += dict.fromkeys(said)
-    if any(repr(record["steps"]) != repr(steps) for record in records):  # as text, where NaN is NaN
+    if any(repr(record["steps"]) != repr(steps) for record in records):  # as text, where NaN equals NaN
         run.wrong.append("ranks have different losses, norms or loss scales")
 
     for n in range(len(records[0]["states"])):
@@ -86,7 +87,7 @@ def read_run(cfg: Config, folder: Path, world: int) -> RecordedRun:
 
 
 def state_parts(records: list[dict], n: int, name: str) -> Parts:
-    """The tensors `name` of state n of all ranks and those buckets that have one."""
+    """Return the tensors `name` of state n from all ranks, for the buckets that have one."""
     parts: Parts = []
     for record in records:
         for places, state in zip(record["owned_parts"], record["states"][n]):
@@ -96,7 +97,7 @@ def state_parts(records: list[dict], n: int, name: str) -> Parts:
 
 
 def read_parts(records: list[dict], n: int) -> Parts:
-    """The weights that were read in state n."""
+    """Return the weights read in state n."""
     parts: Parts = []
     for record in records:
         for i, places in enumerate(record["whole_parts"]):
@@ -105,7 +106,7 @@ def read_parts(records: list[dict], n: int) -> Parts:
 
 
 def grad_parts(records: list[dict], n: int) -> Parts:
-    """The gradients of the n-th recorded step, counted from 0."""
+    """Return the gradients of the n-th recorded step, counted from 0."""
     parts: Parts = []
     for record in records:
         parts += zip(record["owned_parts"], record["grads"][n])
@@ -113,8 +114,8 @@ def grad_parts(records: list[dict], n: int) -> Parts:
 
 
 def assemble_moments(records: list[dict], n: int, wrong: list[str], when: str) -> Tensors:
-    """The moments of state n, {"key@name": tensor}."""
-    names: dict[str, None] = {}  # in order
+    """Return the moments of state n, {"key@name": tensor}."""
+    names: dict[str, None] = {}  # an ordered set
     for record in records:
         for state in record["states"][n]:
             names |= dict.fromkeys(name for name in state if name not in ("master", "own"))
@@ -133,9 +134,9 @@ def train_and_record(
     spoilt: frozenset[int] = frozenset(),
     work: Callable[[World, Config, Path, frozenset[int]], int] = record_run,
 ) -> RecordedRun:
-    """Trains on the ranks of the pool and returns the run; the folder is removed.
+    """Train on the ranks of the pool, return the run and remove the folder.
 
-    spoilt: steps whose gradient becomes NaN. work: what each rank calls, `record_run` or a variant of it.
+    `spoilt` steps get a NaN gradient. `work` is called on each rank: `record_run` or a variant of it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What one rank records of a run of train.train: weights, masters, moments and gradients of every step."""
+"""Records a run of train.train on one rank: weights, masters, moments and gradients of every step."""
 import contextlib
 from collections.abc import Callable
 from math import prod
@@ -20,15 +20,15 @@ from parallel.wire import comm, compress
 from parallel.wire.world import World
 from lab.proof.verify.loop import run_loop
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: dtype}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes an element: dtype}
 
-# A part of a global tensor: its key and shape, the start and size of the part, and its first element in a
-# flat tensor.
+# A part of a global tensor: its key and shape, the start and size of the part, and the index of its first
+# element in a flat tensor.
 FlatPart = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
 
 
 def bits(x: Tensor) -> Tensor:
-    """The bits of x as integers: unlike floats, NaN equals NaN, and 0 does not equal -0."""
+    """Return the bits of x as integers. Unlike floats, NaN equals NaN, and 0 differs from -0."""
     return x.contiguous().view(INTEGERS[x.itemsize])
 
 
@@ -37,10 +37,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class LargestValue(TorchDispatchMode):
-    """Watches what operations compute: how close to its overflow a dtype comes.
+    """Tracks how close the results of operations come to the overflow of a dtype.
 
-    largest: the largest finite magnitude of a result of the dtype since `take`. Views, buffers that are not
-    filled yet and exchanges compute nothing.
+    `largest` is the largest finite magnitude of a result of the dtype since the last `take`. Views,
+    uninitialized buffers and collectives compute nothing and are ignored.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -60,37 +60,37 @@ class LargestValue(TorchDispatchMode):
         return results
 
     def take(self) -> float:
-        """`largest`, and begins again."""
+        """Return `largest` and reset it."""
         largest, self.largest = self.largest, 0.0
         return largest
 
 
 class RunRecorder:
-    """The watch of one rank: copies what the rank owns after every step, and checks what it can at once.
+    """Observes one rank: copies what the rank owns after every step, and checks what it can immediately.
 
-    spoilt: steps whose gradient becomes NaN, on the ranks with `spoils`. values: sees the largest value of
-    a step. wrong: what was seen that must not be.
+    `spoilt` steps get a NaN gradient, on the ranks with `spoils`. `values` tracks the largest value of a
+    step. `wrong` collects outright errors.
     """
 
-    run: TrainingRun  # from run_built on
+    run: TrainingRun  # set by run_built
 
     def __init__(self, spoilt: frozenset[int], spoils: bool, values: LargestValue) -> None:
         self.spoilt = spoilt
         self.spoils = spoils
         self.values = values
-        self.largest = [0.0]  # [state]: the largest value of the step before it
+        self.largest = [0.0]  # [state]: the largest value of the preceding step
         self.wrong: list[str] = []
         # [state][bucket]: {"master" | "own" | name of a moment: flat tensor}; state 0 is before the first
         # step
         self.states: list[list[dict[str, Tensor]]] = []
-        # [state]: {bucket: the whole weights that were read between this state and the next}
+        # [state]: {bucket: the whole weights read between this state and the next}
         self.weights_read: list[dict[int, Tensor]] = []
         self.grads: list[list[Tensor]] = []  # [step][bucket], times the loss scale
         self.steps: list[dict[str, Any]] = []  # [state]: loss, norm, ok, loss scale, good steps
 
     def __call__(self, point: str, step: int | None = None, **shown: Any) -> str | None:
-        """train.train calls it at each of its FAULT_POINTS. Returns "nan" where a gradient shall be NaN."""
-        if step is None:  # a point inside the saving of a checkpoint
+        """Handle one of train.train's FAULT_POINTS. Returns "nan" if the gradient is to become NaN."""
+        if step is None:  # a point during a save
             return None
         if point == "run.built":
             self.run_built(step, shown["run"])
@@ -112,12 +112,12 @@ class RunRecorder:
         self.record_state(step)
 
     def recording(self, i: int, bucket: Bucket, wait_unshard: Callable[[], None]) -> Callable[[], None]:
-        """wait_unshard of bucket i, which afterwards records the weights that are about to be read."""
+        """Wrap the wait_unshard of bucket i to record the weights that are about to be read."""
 
         def wait_and_record() -> None:
             wait_unshard()
             weights = bucket.weights.full
-            assert weights is not None  # wait_unshard made them whole
+            assert weights is not None  # gathered by wait_unshard
             after = f"after step {self.steps[-1]['step']}"
             first = self.weights_read[-1].setdefault(i, weights.clone())
             if not same_bits(first, weights):
@@ -152,21 +152,21 @@ class RunRecorder:
             self.check_unchanged(step)
 
     def check_unchanged(self, step: int) -> None:
-        """The last two states are equal, except for weights that are quantized from the first step on."""
+        """Check that the last two states are equal, except weights that are quantized from step 1 on."""
         for i, (old, new) in enumerate(zip(*self.states[-2:])):
             for name in new:
                 may_change = name == "own" and self.run.buckets[i].weights.is_quantized
                 if not may_change and not same_bits(old[name], new[name]):
                     self.wrong.append(f"step {step} was skipped and changed {name} of bucket {i}")
 
-    # ---- what is recorded ----
+    # ---- recording ----
 
     def scaler_state(self) -> dict[str, float]:
         scaler = self.run.scaler
         return {"scale": float(scaler.scale), "good": float(scaler.good_steps)}
 
     def record_state(self, step: int) -> None:
-        """Copies what this rank owns, and checks that its weights are its masters rounded."""
+        """Copy what this rank owns, and check that its weights are its masters rounded."""
         moments = self.run.optim.state()
         self.weights_read.append({})
         now: list[dict[str, Tensor]] = []
@@ -181,7 +181,7 @@ class RunRecorder:
         is_first = not self.states
         for i, (bucket, state) in enumerate(zip(self.run.buckets, now)):
             if bucket.weights.is_quantized and bucket.zero < 3 and is_first:
-                continue  # at the start, own weights are quantized as the other ranks see them
+                continue  # initially, own weights are quantized as the other ranks see them
             own, rounded = state["own"], state["master"].to(bucket.dtype)
             if same_bits(own, rounded):
                 continue
@@ -195,10 +195,10 @@ class RunRecorder:
         self.states.append(now)
 
     def finish(self) -> dict[str, Any]:
-        """Checks after the run that each rank read the shards of all ranks. Collective.
+        """Check after the run that each rank read the shards of all ranks. Collective.
 
-        Returns the record of this rank, as torch.save writes it; `recorded_run.read_run` joins those of all
-        ranks.
+        Returns the record of this rank, as torch.save writes it; `recorded_run.read_run` joins the records of
+        all ranks.
         """
         for n, (state, weights_read) in enumerate(zip(self.states, self.weights_read)):
             after = f"after step {self.steps[n]['step']}"
@@ -226,7 +226,7 @@ class RunRecorder:
 
 
 def expected_weights(bucket: Bucket, master: Tensor) -> Tensor:
-    """The whole weights [size] that every rank should read, from the masters of all ranks. Collective."""
+    """Return the whole weights [size] that every rank should read, from all ranks' masters. Collective."""
     own = master.to(bucket.dtype)
     whole = comm.all_gather(own, bucket.groups.shard) if bucket.zero else own
     if not bucket.weights.is_quantized:
@@ -239,7 +239,7 @@ def expected_weights(bucket: Bucket, master: Tensor) -> Tensor:
 
 
 def owned_parts(bucket: Bucket) -> list[FlatPart]:
-    """Where the elements of the owned range are in the global tensors."""
+    """Locate the elements of the owned range in the global tensors."""
     first = int(bucket.weights.master.storage_offset())
     parts: list[FlatPart] = []
     for box, part in boxes_of(bucket, bucket.weights.master):
@@ -249,7 +249,7 @@ def owned_parts(bucket: Bucket) -> list[FlatPart]:
 
 
 def whole_parts(bucket: Bucket) -> list[FlatPart]:
-    """Where the elements of the whole bucket are in the global tensors."""
+    """Locate the elements of the whole bucket in the global tensors."""
     parts: list[FlatPart] = []
     for slot in bucket.slots:
         for box, offset in offsets_of_boxes(slot):
@@ -258,7 +258,7 @@ def whole_parts(bucket: Bucket) -> list[FlatPart]:
 
 
 def offsets_of_boxes(slot: Slot) -> list[tuple[Box, int]]:
-    """[(box, its first element in the bucket)] of a parameter."""
+    """Return [(box, offset of its first element in the bucket)] of a parameter."""
     boxes: list[tuple[Box, int]] = []
     offset = slot.offset
     for box in slot.param.spec.boxes:
@@ -268,11 +268,10 @@ def offsets_of_boxes(slot: Slot) -> list[tuple[Box, int]]:
 
 
 def record_run(world: World, cfg: Config, folder: Path, spoilt: frozenset[int]) -> int:
-    """Trains with train.train, and saves this rank's record in folder/record.RANK. Collective.
-
-    Returns the exit code.
+    """Train with train.train, save this rank's record in folder/record.RANK and return the exit code.
+    Collective.
     """
-    # A gradient that several ranks hold must be spoilt on all of them.
+    # a gradient replicated on several ranks must be spoilt on all of them
     is_replicated = cfg.parallel.zero == 0 or cfg.parallel.dp_rep > 1
     values = LargestValue(torch.float16)
     watch = RunRecorder(spoilt, spoils=is_replicated or world.rank == world.size - 1, values=values)

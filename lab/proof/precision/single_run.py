@@ -1,4 +1,4 @@
-"""What must hold in one run: the norm, the digits of gradients, the updates, and that matrices move."""
+"""Checks within one run: the norm, the digits of gradients, the updates, and that matrices move."""
 import math
 
 import torch
@@ -19,13 +19,13 @@ from lab.proof.precision.recorder import same_bits
 
 ROUNDING_SIGMAS = 6.0  # standard deviations that the mean of stochastic rounding may be off
 NARROW_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
-FP16_SMALL = 2.0**-8  # fp16 numbers below have one grid, and so have their sums
+FP16_SMALL = 2.0**-8  # smaller fp16 numbers share one grid, and so do their sums
 
 
 def norm_errors(run: RecordedRun) -> list[BoundedError]:
-    """The reported norm against the fp64 norm.
+    """Compare the reported norm with the fp64 norm.
 
-    fp32 adds n squares in blocks, and is off by u sqrt(n) at most on average.
+    fp32 adds n squares in blocks, and is off by at most u sqrt(n) on average.
     """
     unit = UNIT["fp64"] if run.cfg.train.dtype == "fp64" else U32
     errors: list[BoundedError] = []
@@ -47,12 +47,12 @@ def norm_errors(run: RecordedRun) -> list[BoundedError]:
 
 
 def digit_errors(run: RecordedRun) -> list[BoundedError]:
-    """The share of the summed gradients that the compute dtype represents exactly.
+    """Return the fraction of the summed gradients that the compute dtype represents exactly.
 
-    Sums of many microbatches that are kept in fp32 are seldom on the grid of the compute dtype; sums in the
-    compute dtype always are. A sum of two of its numbers with one exponent is on it every other time,
-    because a carry then drops one digit; no other sum is on it more often. So the bound is a half. A token
-    that came once has one gradient, of the compute dtype: tables are left out.
+    Sums of many microbatches in fp32 are rarely on the grid of the compute dtype; sums in the compute dtype
+    always are. The sum of two of its numbers with the same exponent is on the grid every other time, because
+    a carry drops one digit; no other sum is on it more often. So the bound is one half. Embeddings are
+    excluded, since a token that occurred once has a single gradient in the compute dtype.
     """
     narrow = NARROW_DTYPES.get(run.cfg.train.dtype)
     if narrow is None:
@@ -81,10 +81,10 @@ def digit_errors(run: RecordedRun) -> list[BoundedError]:
 
 
 def unmoved_matrices(run: RecordedRun) -> list[str]:
-    """The matrices whose masters do not change in a good step, or whose weights do not in the whole run.
+    """Return the matrices whose masters miss a good step, or whose weights never change in the run.
 
-    Of a short convolution only masters in fp32 must: its weights begin more than 10 times as large as those
-    of a matrix, and so is their distance to the next number of bf16 or fp16.
+    For a short convolution only fp32 masters must move: its weights start more than 10 times as large as
+    those of a matrix, and so does their distance to the next number of bf16 or fp16.
     """
     unmoved: list[str] = []
     for n in range(1, len(run.masters)):
@@ -104,9 +104,9 @@ def unmoved_matrices(run: RecordedRun) -> list[str]:
 
 
 def update_errors(run: RecordedRun) -> list[BoundedError]:
-    """Every good step against the optimizer's paper.
+    """Compare every good step with the optimizer's paper.
 
-    The error of a tensor is that of its worst element, as a share of that element's tolerance.
+    The error of a tensor is that of its worst element, relative to that element's tolerance.
     """
     check = bf16_step_errors if run.cfg.optim.states == "bf16" else fp32_step_errors
     errors: list[BoundedError] = []
@@ -117,7 +117,7 @@ def update_errors(run: RecordedRun) -> list[BoundedError]:
 
 
 def fp32_step_errors(run: RecordedRun, n: int) -> list[BoundedError]:
-    """Every master and moment after step n."""
+    """Check every master and moment after step n."""
     when = f"step {run.steps[n]['step']}"
     after = run.masters[n] | run.moments[n]
     errors: list[BoundedError] = []
@@ -128,9 +128,9 @@ def fp32_step_errors(run: RecordedRun, n: int) -> list[BoundedError]:
 
 
 def bf16_step_errors(run: RecordedRun, n: int) -> list[BoundedError]:
-    """As fp32_step_errors, where masters and moments are rounded stochastically to bf16.
+    """Like fp32_step_errors, for masters and moments that are rounded stochastically to bf16.
 
-    Each may be either of its two neighbours, and in the mean neither is favoured.
+    Each may be either of its two neighbours, and on average neither is favoured.
     """
     when = f"step {run.steps[n]['step']}"
     after = run.masters[n] | run.moments[n]
@@ -152,14 +152,14 @@ def bf16_step_errors(run: RecordedRun, n: int) -> list[BoundedError]:
 
 
 def update_error(where: str, off: Tensor, tolerance: Tensor) -> BoundedError:
-    """The worst element's share of its tolerance."""
+    """Return the error of the worst element, relative to its tolerance."""
     return BoundedError(what="update", where=where, error=float((off.abs() / tolerance).max()), bound=1.0)
 
 
 def bf16_neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bf16 numbers on either side of x, in fp64; x itself twice where bf16 represents it."""
+    """Return the bf16 numbers on either side of x, in fp64, or x twice where bf16 represents it."""
     nearest = x.to(torch.bfloat16).double()
     _, exponent = torch.frexp(x.abs().clamp(min=2.0**-126))
-    spacing = torch.ldexp(torch.ones_like(x), exponent - 8)  # between the numbers of x's binade
+    spacing = torch.ldexp(torch.ones_like(x), exponent - 8)  # between the numbers in x's binade
     below = torch.floor(x / spacing) * spacing
     return below, torch.where(nearest == x, below, below + spacing)

@@ -1,8 +1,8 @@
-"""Kernels of mixers with a state, inputs in bf16, against fp64 formulas: states, decays and sums in fp32.
+"""Kernels of recurrent mixers with bf16 inputs against fp64 formulas: states, decays and sums in fp32.
 
-A result in bf16 may be off by its one rounding. Inputs are random and independent, so what is added up on the
-way is no larger than the largest result, and each of s tokens adds fp32's rounding of that. Results near zero
-are differences of larger numbers: there a state in bf16 is off by many times the bound.
+A bf16 result may be off by its one rounding. Inputs are random and independent, so partial sums are no larger
+than the largest result, and each of the s tokens adds an fp32 rounding of that size. Results near zero are
+differences of larger numbers: a state in bf16 would be off by many times the bound there.
 """
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ Formula = Callable[..., tuple[Tensor, ...]]
 
 
 def state_errors(stream: torch.Generator) -> list[BoundedError]:
-    """The errors of the kernels, forward and backward. stream: of the random inputs."""
+    """Return the errors of the kernels, forward and backward, on random inputs from `stream`."""
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=stream)
 
@@ -59,7 +59,7 @@ def bf16(*tensors: Tensor) -> tuple[Tensor, ...]:
 def errors_of(
     where: str, kernel: Formula, formula: Formula, inputs: Sequence[Tensor], stream: torch.Generator
 ) -> list[BoundedError]:
-    """Compare the results of a kernel, and the gradients of its inputs, with those of a formula in fp64."""
+    """Compare a kernel's results and input gradients with those of a formula in fp64."""
     found = [x.detach().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     results, wanted = kernel(*found), formula(*exact)
@@ -73,7 +73,7 @@ def errors_of(
 
 
 def worst_share(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest error, as a share of the tolerance of its element."""
+    """Return the largest error, relative to the tolerance of its element."""
     shares: list[float] = []
     for ours, theirs in zip(found, exact, strict=True):
         ours, theirs = ours.detach(), theirs.detach()
@@ -87,7 +87,7 @@ def worst_share(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 # ---- the formulas ------------------------------------------------------------------------------------------
 
 def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    """kernels/delta_rule.py, token by token: (output, last state)."""
+    """kernels/delta_rule.py token by token: (output, last state)."""
     q, k = (x.repeat_interleave(HEADS // SHARED, 2) for x in (q, k))
     decay = g.exp() if g.dim() == 4 else g.exp()[..., None].expand_as(k)
     state = torch.zeros_like(k[:, 0, :, :, None] * v[:, 0, :, None])
@@ -103,7 +103,7 @@ def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
 def exact_state_space(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> tuple[Tensor, ...]:
-    """kernels/state_space.py, token by token: (output, last state)."""
+    """kernels/state_space.py token by token: (output, last state)."""
     B, C = (y.repeat_interleave(HEADS // SHARED, 2) for y in (B, C))
     state = torch.zeros_like(x[:, 0, :, :, None] * B[:, 0, :, None])
     outputs: list[Tensor] = []

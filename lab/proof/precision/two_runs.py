@@ -1,4 +1,4 @@
-"""A run compared with another run of the same job: step by step, gradients, norm, loss and masters."""
+"""Compares two runs of the same job step by step: gradients, norm, loss and masters."""
 import math
 
 from config import Config
@@ -22,14 +22,15 @@ from lab.proof.precision.errors import (
 )
 from lab.proof.precision.recorded_run import RecordedRun
 
-NOT_COMPARED = 4  # last steps of fp16, after one of two runs skipped a step alone
+NOT_COMPARED = 4  # final fp16 steps, after one of two runs skipped a step alone
 FP16_LARGEST = 65504.0
 
 
 def compare_runs(run: RecordedRun, reference: RecordedRun, against: str) -> list[BoundedError]:
-    """The errors of a run against another run of the same job.
+    """Return the errors of a run against another run of the same job.
 
-    against: "layout" if the reference is one process of the run's dtype, "fp64" if it is one process in fp64.
+    `against` is "layout" if the reference is one process of the run's dtype, "fp64" if it is one process in
+    fp64.
     """
     cfg = run.cfg
     errors: list[BoundedError] = []
@@ -52,7 +53,7 @@ def compare_runs(run: RecordedRun, reference: RecordedRun, against: str) -> list
             errors += skip_alone(run, reference, against, n=n, bound=bound)
             break
 
-        # Gradients, as a share of the largest so far.
+        # gradients, relative to the largest so far
         our_grads, their_grads = unscaled_grads(run, n), unscaled_grads(reference, n)
         size = frobenius_norm(their_grads.values())
         largest = max(largest, size)
@@ -69,11 +70,11 @@ def compare_runs(run: RecordedRun, reference: RecordedRun, against: str) -> list
         distance = abs(ours["loss"] - theirs["loss"])
         errors.append(BoundedError(f"{against} loss", where, distance, loss_bound))
 
-        # The masters' paths from their start.
+        # the paths of the masters from their start
         our_path, their_path = path_of_masters(run, n), path_of_masters(reference, n)
         bound = path_bound(cfg, rho)
         noise = rounding_noise(reference, n, cfg, their_path)
-        if against == "layout":  # the two round alike, except where a boundary is between them
+        if against == "layout":  # both round alike unless a rounding boundary lies between them
             noise = math.sqrt(noise * bound)
         distance = relative_distance(our_path, their_path)
         errors.append(BoundedError(f"{against} masters", where, distance, bound + noise))
@@ -83,10 +84,10 @@ def compare_runs(run: RecordedRun, reference: RecordedRun, against: str) -> list
 def skip_alone(
     run: RecordedRun, reference: RecordedRun, against: str, *, n: int, bound: float
 ) -> list[BoundedError]:
-    """The errors of step n, which one of the two runs skipped alone.
+    """Return the errors of step n if only one of the two runs skipped it.
 
-    Only fp16 overflows. What grew beyond its range in one run was in the other a sum of several products
-    (see num_products), or off by `bound`: so the largest value of the other was close enough.
+    Only fp16 overflows. What overflowed in one run was in the other a sum of several products (see
+    num_products), or off by `bound`, so the other's largest value was close enough.
     """
     good = run if run.steps[n]["ok"] else reference
     may_overflow = run.cfg.train.dtype == "fp16" and against == "layout"
@@ -101,11 +102,11 @@ def skip_alone(
 
 
 def num_products(cfg: Config, of_layout: bool) -> int:
-    """How many products of one run another run adds up in a single product, whose result has to fit fp16.
+    """Return how many products of one run the other adds up in a single product, which has to fit fp16.
 
-    The gradient of a weight is a product over tokens: one process takes all of a sequence, of which a rank
-    of the layout has a part; and an expert takes the tokens of all ranks of ep. of_layout: whether the
-    products are those of the layout.
+    The gradient of a weight is a product over tokens: one process multiplies all tokens of a sequence, a rank
+    of the layout only a part of them; and an expert gets the tokens of all ep ranks. `of_layout` says whether
+    the products are those of the layout.
     """
     parallel = cfg.parallel
     if not of_layout:
@@ -114,21 +115,21 @@ def num_products(cfg: Config, of_layout: bool) -> int:
 
 
 def unscaled_grads(run: RecordedRun, n: int) -> Tensors:
-    """The gradients of step n in fp64, without the loss scale."""
+    """Return the gradients of step n in fp64, without the loss scale."""
     loss_scale = run.steps[n - 1]["scale"]
     return {key: grad.double() / loss_scale for key, grad in run.grads[n - 1].items()}
 
 
 def path_of_masters(run: RecordedRun, n: int) -> Tensors:
-    """How far the masters have moved from their start until step n, in fp64."""
+    """Return the displacement of the masters from their start to step n, in fp64."""
     start = run.masters[0]
     return {key: master.double() - start[key].double() for key, master in run.masters[n].items()}
 
 
 def rounding_noise(reference: RecordedRun, n: int, cfg: Config, path: Tensors) -> float:
-    """The relative error of a path of n updates that are each rounded once.
+    """Return the relative error of a path of n updates with one rounding each.
 
-    They are rounded to nearest in fp32, and stochastically, to one of both neighbours, in bf16.
+    fp32 rounds to nearest; bf16 rounds stochastically to either neighbour.
     """
     unit = 2 * UNIT["bf16"] if cfg.optim.states == "bf16" else U32
     size = frobenius_norm(reference.masters[n].values())

@@ -1,4 +1,4 @@
-"""The cells that a call of scripts.verify proves: their names in words, and which of them are chosen."""
+"""The cells that a call of scripts.verify proves: how they are named and chosen."""
 import difflib
 import itertools
 from dataclasses import replace
@@ -11,9 +11,9 @@ from lab.proof.verify.table import AXIS_WORDS
 
 
 def words(values: Values, world: int) -> list[str]:
-    """The name of a cell as a list of words: `pp2 dp2 tp2 sp zero1 1f1b mb1`.
+    """Return the name of a cell as a list of words: `pp2 dp2 tp2 sp zero1 1f1b mb1`.
 
-    A word says what differs from the default; zero and mb (train.micro_batch) are always there.
+    Words name what differs from the default; zero and mb (train.micro_batch) are always included.
     """
     degrees = {axis.word: values[axis.key] for axis in AXES} | {"dp": world // ranks_of_layout(values)}
     named = [f"{word}{degrees[word]}" for word in AXIS_WORDS if degrees[word] > 1]
@@ -52,11 +52,11 @@ def words(values: Values, world: int) -> list[str]:
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
-    """The cells that --layouts and --only ask for.
+    """Return the cells that --layouts and --only ask for.
 
-    which: "all" (every layout), "product" (every legal cell), or how many to draw, as text. only: words that
-    a cell must have, or with "no-" before them must not have. Raises ConfigError if there are no such cells,
-    or a word is none.
+    `which` is "all" (every layout), "product" (every legal cell), or how many to draw, as text. `only` lists
+    words that a cell must have or, prefixed with "no-", must not have. Raises ConfigError if no cell matches,
+    or for an unknown word.
     """
     required = {word for word in only if not word.startswith("no-")}
     forbidden = {word.removeprefix("no-") for word in only if word.startswith("no-")}
@@ -81,9 +81,9 @@ def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values
 
 
 def check_words(named: set[str], world: int) -> None:
-    """Raises ConfigError for a word that no cell of `world` ranks has, whatever the model.
+    """Raise ConfigError for a word that no cell of `world` ranks has, with any model.
 
-    The error names the words that are like it.
+    The error suggests similar words.
     """
     known = every_word(world)
     for word in sorted(named - known):
@@ -94,7 +94,7 @@ def check_words(named: set[str], world: int) -> None:
 
 
 def every_word(world: int) -> set[str]:
-    """The words of all cells of `world` ranks, legal or not."""
+    """Return the words of all cells of `world` ranks, legal or not."""
     named = {f"{axis}{degree}" for axis in AXIS_WORDS for degree in range(2, world + 1)}
     undivided = dict.fromkeys(lattice.DEGREES, 1)
     first_values = {key: values[0] for key, values in lattice.LAYOUT.items()}
@@ -106,10 +106,10 @@ def every_word(world: int) -> set[str]:
 
 
 def can_have(found: Lattice, layout: Values, required: set[str], forbidden: set[str]) -> bool:
-    """Whether a legal cell of the layout has the required words and no forbidden one, where switches
-    that they do not name have their first value.
+    """Return whether the layout has a legal cell with the required words and no forbidden one, with unnamed
+    switches at their first value.
 
-    A layout that has none would be searched for one in all its choices.
+    This saves a search through all switch settings of a layout that has none.
     """
     defaults = layout | lattice.default_switches()
     own = set(words(defaults, found.world))

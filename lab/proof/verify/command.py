@@ -2,27 +2,27 @@
 
     python -m scripts.verify NAME --world 8 [--layouts all | N] [--section.key VALUE ...]
 
-What runs is train.py's own loop, on the CPU over gloo, in fp64: real files through loader and packing,
-evaluation, sampling, warm-up and decay, a step that is skipped for a non-finite gradient, a save, a stop and
-a resume under the layout. It is compared with one process that runs without a stop (lab/proof/verify/trial.py
-has the list). Equal, or within a relative 1e-9, are: every token, loss, gradient by its global name, norm,
-learning rate, validation loss, sampled id, and every parameter and moment of the checkpoints.
+It runs train.py's own loop, on the CPU over gloo, in fp64: real files through loader and packing, evaluation,
+sampling, warm-up and decay, a step skipped for a non-finite gradient, a save, a stop and a resume under the
+layout. The run is compared with one uninterrupted process (lab/proof/verify/trial.py has the full list).
+Equal, or within a relative 1e-9, are: every token, loss, gradient by its global name, norm, learning rate,
+validation loss, sampled id, and every parameter and moment of the checkpoints.
 
-The layouts are those that train.py's own rules accept; the others are refused with the reason that train.py
-gives. `--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that every
-legal pair of values is in some cell; `--layouts product` runs every layout with every choice of switches.
-`--part 2/4` runs every fourth of the chosen cells from the second on, to share a long proof among machines or
-several starts.
+The layouts are those that train.py's own rules accept; the others are refused for the reason that train.py
+reports. `--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that every
+legal pair of values is in some cell; `--layouts product` runs every layout with every switch setting.
+`--part 2/4` runs every fourth of the chosen cells starting from the second, to split a long proof across
+machines or calls.
 
-`--strict` finds what NCCL does not forgive and gloo does: every started exchange runs on private copies, its
-result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
-`--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
-stage, within bounds that follow from the dtype (lab/proof/precision/__init__.py).
-`--coord` proves no layout, but muP: how far training moves activations, by width (lab/proof/mup.py).
+`--strict` catches misuse that gloo forgives and NCCL does not: every started exchange runs on private copies,
+its result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
+`--precision` proves the dtypes used for training, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
+stage, within bounds derived from the dtype (lab/proof/precision/__init__.py).
+`--coord` checks muP instead of layouts: how far training moves activations, by width (lab/proof/mup.py).
 
-Overrides, as train.py takes them, prove an edit of the model without a new recipe: `--model.mlp.activation
-gelu` is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells
-vary (--only chooses those) and keys that the proof needs.
+Overrides, in train.py's syntax, prove an edit of the model without a new recipe: `--model.mlp.activation
+gelu` is set in the tiny twin of NAME, for every cell and for the single process. Keys that the cells vary
+(use --only for those) and keys that the proof needs are refused.
 """
 import difflib
 import json
@@ -61,12 +61,13 @@ from runtime.pool import WorkerPool
 
 __all__ = ["chosen", "main", "part_of", "prove", "tiny_config", "words"]
 
-# Cells whose runs of one process are made together, spread over the ranks: one at a time would use one core.
+# Cells whose single-process runs are made together, spread over the ranks: one by one they would use one
+# core.
 REFERENCES_AT_ONCE = 16
 
 
 def main(argv: list[str]) -> int:
-    """The command. Returns 0 if everything holds, else 1. Raises ConfigError."""
+    """Run the command. Returns 0 if everything holds, else 1. Raises ConfigError."""
     own, settings = split_overrides(argv)
     options = parse_options(own)
     overrides = read_overrides(settings)
@@ -89,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_options(argv: list[str]) -> Namespace:
-    """The command line without overrides. Raises ConfigError if a value is out of its range."""
+    """Parse the command line without overrides. Raises ConfigError if a value is out of its range."""
     parser = CommandParser(
         prog="python -m scripts.verify",
         description=__doc__,
@@ -160,21 +161,21 @@ def parse_options(argv: list[str]) -> Namespace:
 
 
 def refuse_unknown(words: list[str], options: list[str]) -> None:
-    """Raises ConfigError for words that are neither one of the command's options nor an override."""
+    """Raise ConfigError for words that are neither one of the command's options nor an override."""
     option = words[0].partition("=")[0]
     keys = {path.rpartition(".")[2] for path in every_path(config.Config)}
     near = difflib.get_close_matches(option, options, 1)
     if near and option.removeprefix("--") not in keys:
         raise ConfigError(f"{option}: no such option; did you mean {near[0]}?")
-    dotted_overrides(words)  # which names the section that the key is in
+    dotted_overrides(words)  # names the section that the key is in
 
 
 def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> int:
-    """Proves the chosen cells and prints one line for each. Returns 0 if all are proven, else 1."""
+    """Prove the chosen cells and print one line for each. Returns 0 if all are proven, else 1."""
     world = options.world
     cfg = tiny_config(options.name, world, overrides)
     check_phases(cfg, LAST)
-    plan_pipeline(single_process(cfg), 1, advise=False)  # says in one line what no layout can run
+    plan_pipeline(single_process(cfg), 1, advise=False)  # one line for a config that no layout can run
     found = lattice.find_layouts(cfg, world, kept=overrides.keys())
     cells = part_of(chosen(found, options.layouts, set(options.only), options.seed), options.part)
     check_reached(overrides, [found.config(values) for values in cells], world, "the proof")
@@ -183,7 +184,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     if not options.json:
         print_header(f"{overrides.title(options.name)}: {part}", cells, found)
 
-    proofs: list[tuple[set[str], bool]] = []  # (the words of a cell, whether it is proven)
+    proofs: list[tuple[set[str], bool]] = []  # (words of a cell, whether it is proven)
     begun = time.perf_counter()
     folder = tempfile.TemporaryDirectory(prefix="bevatron-verify-")
     home = Path(folder.name)
@@ -220,17 +221,17 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
 
 
 def pool_of(world: int, cfg: Config, overrides: Overrides) -> WorkerPool:
-    """The ranks of a proof. cfg: with the overrides.
+    """Launch the ranks of a proof. `cfg` includes the overrides.
 
-    parallel.timeout_s among these is for the ranks, too: on a busy machine a cell takes longer than their
-    usual limit.
+    An override of parallel.timeout_s also applies to these ranks: on a busy machine a cell takes longer than
+    their usual limit.
     """
     is_set = "parallel.timeout_s" in overrides.keys()
     return WorkerPool(world, cfg.parallel.timeout_s) if is_set else WorkerPool(world)
 
 
 def print_header(title: str, cells: list[Values], found: Lattice) -> None:
-    """Prints how many cells follow, and how many layouts each config key refuses."""
+    """Print how many cells follow, and how many layouts each config key rules out."""
     print(
         f"{title}{len(cells)} cells of {len(found.layouts)} layouts of {found.world} ranks, {LAST} steps, "
         f"fp64, bound {BOUND:.0e}",
@@ -247,7 +248,7 @@ def print_header(title: str, cells: list[Values], found: Lattice) -> None:
 
 
 def print_proof(name: str, first: Deviation, worst: Deviation, as_json: bool) -> None:
-    """Prints the verdict on one cell. first, worst: as `prove` returns them."""
+    """Print the verdict on one cell. `first` and `worst` are as returned by `prove`."""
     if as_json:
         row = {"layout": name, "ok": not first.is_wrong, "first": first.as_json(), "worst": worst.as_json()}
         print(json.dumps(row), flush=True)

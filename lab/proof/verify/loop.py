@@ -1,4 +1,4 @@
-"""train.py's own loop on a rank of a warm pool: what a proof runs, so that it proves the program itself."""
+"""Runs train.py's own loop on a rank of a warm pool, so that a proof covers the program itself."""
 import contextlib
 import signal
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from runtime.stop import SIGNALS
 
 @contextlib.contextmanager
 def no_pictures() -> Iterator[None]:
-    """Disables loss.png and experts.png: they take longer to draw than a tiny run to train."""
+    """Disable loss.png and experts.png, which take longer to draw than a tiny run takes to train."""
     no_loss = mock.patch.object(train, "loss_png", lambda *_: None)
     no_experts = mock.patch.object(ExpertLoadMap, "draw", lambda *_: None)
     with no_loss, no_experts:
@@ -31,7 +31,7 @@ def no_pictures() -> Iterator[None]:
 
 @contextlib.contextmanager
 def observed_sampling(observe_logits: Callable[[Tensor], object]) -> Iterator[None]:
-    """Shows observe_logits the logits [vocab] of every token that an evaluation samples."""
+    """Pass the logits [vocab] of every token sampled during evaluation to observe_logits."""
 
     def observed_generate(
         logits_of: LogitsOf, prompt: list[int], max_new: int, **options: Any
@@ -56,10 +56,10 @@ def run_loop(
     observe: FaultHook | None = None,
     observe_logits: Callable[[Tensor], object] = lambda logits: None,
 ) -> int:
-    """Runs train.train in the run folder `folder` and returns its exit code.
+    """Run train.train in the run folder `folder` and return its exit code.
 
     Every rank of the world calls it with the same arguments. The console output of rank N goes to
-    console.rankN.log in the folder. observe: see train.train. observe_logits: see observed_sampling.
+    console.rankN.log in the folder. For `observe` see train.train, for `observe_logits` observed_sampling.
     """
     folder.mkdir(parents=True, exist_ok=True)
     env = LaunchEnv(
@@ -68,9 +68,9 @@ def run_loop(
         local_rank=world.rank,
         local_world=world.size,
         device=torch.device("cpu"),
-        host=f"node{world.rank}",  # checkpoints in memory are copied to other nodes
+        host=f"node{world.rank}",  # in-memory checkpoints are copied to other nodes
     )
-    # train.train installs handlers; a worker of a pool must still end on a signal after the run
+    # train.train installs handlers; a worker of a pool must still die on a signal after the run
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         with open(folder / f"console.rank{world.rank}.log", "a") as console:

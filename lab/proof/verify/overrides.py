@@ -1,8 +1,8 @@
-"""Overrides of a proof: config keys on its command line, which change the model that is proved.
+"""Overrides of a proof: config keys on its command line, which modify the model under proof.
 
 They are written and parsed as for train.py, and set after the recipe is shrunk to its tiny twin. A key is
-refused if the cells vary it (CELL_WORDS), or if the proof needs a value of its own (NEEDED). A key
-of a bundle (lattice.BUNDLES) is not: all cells have the value that is given.
+refused if the cells vary it (CELL_WORDS), or if the proof has to set it itself (NEEDED). Keys of a bundle
+(lattice.BUNDLES) are allowed: all cells then use the given value.
 """
 from dataclasses import dataclass
 
@@ -53,7 +53,7 @@ CELL_WORDS = {
 
 RUN_FOLDER = "the proof makes a run folder of its own, and reads it"
 
-# {key, or section: why the proof needs a value of its own}
+# {key or section: why the proof has to set it itself}
 NEEDED = {
     "model.preset": "the proof trains the recipe NAME; give another NAME",
     "model.layers": "each cell has as many layers as its stages need",
@@ -80,7 +80,7 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class Overrides:
-    """Keys that a proof sets in its tiny config: ((section.key, value as text), ...). There may be none."""
+    """The keys that a proof sets in its tiny config: ((section.key, value as text), ...), possibly none."""
     settings: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
@@ -88,14 +88,14 @@ class Overrides:
         return " ".join(f"{key}={value}" for key, value in self.settings)
 
     def title(self, name: str) -> str:
-        """The name of a recipe or of a cell, with the overrides after it."""
+        """Return the name of a recipe or cell, followed by the overrides."""
         return f"{name} {self}" if self.settings else name
 
     def keys(self) -> list[str]:
         return [key for key, _ in self.settings]
 
     def apply(self, cfg: Config) -> Config:
-        """The config with the keys set.
+        """Return the config with the keys set.
 
         Raises ConfigError, as train.py does, if a key is unknown or a value has the wrong type.
         """
@@ -112,7 +112,7 @@ class Overrides:
 # ---- the command line --------------------------------------------------------------------------------------
 
 def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
-    """(the words of the command itself, the words of its overrides).
+    """Split the arguments into (those of the command itself, those of its overrides).
 
     An override is `--section.key VALUE` or `--section.key=VALUE`.
     """
@@ -132,7 +132,7 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def read_overrides(words: list[str]) -> Overrides:
-    """The overrides that the words of a command line set.
+    """Parse the overrides on a command line.
 
     Raises ConfigError, as train.py does, if a key is unknown, or a value is missing or of the wrong type.
     """
@@ -141,10 +141,10 @@ def read_overrides(words: list[str]) -> Overrides:
     return overrides
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------------------
 
 def check_free(overrides: Overrides) -> None:
-    """Raises ConfigError for the first key that the cells vary, or for which the proof has its own value."""
+    """Raise ConfigError for the first key that the cells vary, or that the proof sets itself."""
     for path in overrides.keys():
         if path in CELL_WORDS:
             raise ConfigError(f"{path}: the cells vary it; choose among them with --only {CELL_WORDS[path]}")
@@ -154,7 +154,7 @@ def check_free(overrides: Overrides) -> None:
 
 
 def check_phases(cfg: Config, steps: int) -> None:
-    """Raises ConfigError if a phase of train.phases begins after the `steps` steps of a proof."""
+    """Raise ConfigError if a phase of train.phases starts after the `steps` steps of a proof."""
     for phase in phases_of(cfg).all:
         if phase.steps_before >= steps:
             raise ConfigError(
@@ -165,16 +165,16 @@ def check_phases(cfg: Config, steps: int) -> None:
 
 
 def check_only_model(overrides: Overrides, option: str) -> None:
-    """Raises ConfigError for the first key outside of `model`: `option` chooses all others itself."""
+    """Raise ConfigError for the first key outside `model`; `option` chooses all others itself."""
     for path in overrides.keys():
         if not path.startswith("model."):
             raise ConfigError(f"{path}: {option} sets every key but those of the model; leave it out")
 
 
 def check_reached(overrides: Overrides, cfgs: list[Config], world: int, program: str) -> None:
-    """Raises ConfigError if an override does not reach what is trained, or changes nothing there.
+    """Raise ConfigError if an override does not reach the trained configs, or changes nothing there.
 
-    cfgs: every config that `program` trains on `world` ranks.
+    `cfgs` are all configs that `program` trains on `world` ranks.
     """
     if not overrides.settings:
         return
@@ -191,5 +191,5 @@ def check_reached(overrides: Overrides, cfgs: list[Config], world: int, program:
 
 
 def unused_row(cfg: Config, path: str, world: int) -> unused.UnusedKeys | None:
-    """Why the key has no effect in this config, as train.py says it; None if it has one."""
+    """Return why train.py calls the key unused in this config, or None if it has an effect."""
     return next((row for key, _, row in unused.find_unused(cfg, world) if key == path), None)

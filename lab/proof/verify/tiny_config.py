@@ -1,4 +1,4 @@
-"""What scripts.verify trains: a recipe shrunk to a tiny twin of itself, and the data that it reads."""
+"""The jobs of scripts.verify: recipes shrunk to tiny twins of themselves, and their data."""
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,14 +21,14 @@ from lab.proof.lattice import NUM_STEPS, TRUNK_STEPS
 from lab.proof.verify.overrides import Overrides
 
 LAST = 4  # steps of a proof
-SAVED = 3  # the step after which a layout is stopped, saves, and is started again
+SAVED = 3  # the step after which a layout is stopped, saves, and resumes
 SKIPPED = 2  # the step whose gradient is made non-finite
-FIM_VOCAB = 261  # ids of the tokenizer with sentinels
+FIM_VOCAB = 261  # the tokenizer with sentinels
 TASKS = "tasks.jsonl"
 
 SETTINGS = {
     "train.dtype": "fp64",
-    # of these, LAST are run: warm-up (1, 2), plateau (3) and decay (from 4 on) come early
+    # only LAST of these run: warm-up (1, 2), plateau (3) and decay (from 4 on) come early
     "train.steps": NUM_STEPS,
     "train.seq_len": 32,
     "train.micro_batch": 1,
@@ -46,7 +46,7 @@ SETTINGS = {
     "data.split": "70,30",
     "eval.batches": 1,
     "eval.sample": 3,
-    # longer than a window; an even number of tokens, as a part of a sequence has
+    # longer than a window, and an even number of tokens, like a part of a sequence
     "eval.prompt": "proofs of many layouts",
     "log.every": 1,
     "eval.every": SAVED,
@@ -55,7 +55,7 @@ SETTINGS = {
 
 
 def arguments(settings: Mapping[str, object]) -> list[str]:
-    """{"train.steps": 20} as the words of a command line."""
+    """Return {"train.steps": 20} as command-line arguments."""
     words: list[str] = []
     for key, value in settings.items():
         words += [f"--{key}", str(value)]
@@ -82,15 +82,16 @@ MIXER_SIZES = {
 }
 
 
-ORIGINAL_CONTEXT = 16  # of scaled rotary positions
-GROWTH_EVERY = 5  # positions of growing scores that share a factor
+ORIGINAL_CONTEXT = 16  # for scaled RoPE
+GROWTH_EVERY = 5  # positions that share a factor of growing scores
 
 
 def with_sizes(
     model: ModelConfig, sizes: Mapping[str, int], mlp: Callable[[ChannelMixer], ChannelMixer]
 ) -> ModelConfig:
-    """The model whose mixers, those of its kinds of blocks included, have these sizes in the place of those
-    that they state, and whose MLPs and experts are as `mlp` makes them. A second window is half as long."""
+    """Return the model with these sizes in all its mixers, including those of its block variants, and with
+    its MLPs and experts mapped by `mlp`. A second window is half as long.
+    """
     model = with_mlps(model, mlp)
     blocks = [
         replace(variant, changes=tuple(
@@ -105,7 +106,7 @@ def with_sizes(
 
 
 def shrunk_mlp(mlp: ChannelMixer) -> ChannelMixer:
-    """An MLP or experts of the shrunk recipe, whose routers change more in a few steps."""
+    """Return the MLP or MoE of the shrunk recipe. Its routers change faster than usual."""
     if isinstance(mlp, NoPart):
         return mlp
     if not isinstance(mlp, ExpertsConfig):
@@ -129,7 +130,7 @@ def shrunk_mixer(mixer: TokenMixer, sizes: Mapping[str, int]) -> TokenMixer:
 
 
 def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], mixer: TokenMixer) -> Any:
-    """A value or part that a kind of block states."""
+    """Return the shrunk value or part of a block variant."""
     if path == "mixer":
         return shrunk_mixer(value, sizes)
     if path == "mixer.rope":
@@ -144,9 +145,9 @@ def shrunk_value(path: str, value: Any, sizes: Mapping[str, int], mixer: TokenMi
 
 
 def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -> Config:
-    """The recipe `name`, shrunk so that a laptop proves a layout in seconds; its features stay.
+    """Return the recipe `name`, shrunk so that a laptop proves a layout in seconds, with all its features.
 
-    The batch is divisible by the world size, and mostly by 2 after that. overrides: keys that are set in the
+    The batch is divisible by the world size, and usually by 2 after that. `overrides` are keys to set in the
     shrunk recipe. Raises ConfigError if there is no such recipe.
     """
     global_batch = world * (-(-8 // world))
@@ -167,12 +168,12 @@ def tiny_config(name: str, world: int = 1, overrides: Overrides = Overrides()) -
 
 
 def write_corpora(folder: Path) -> None:
-    """Writes two data sets of random letters, `short` and `long`, under the byte tokenizer: as a file with an
-    index, as one without (raw-NAME.bin), and under a tokenizer with sentinels and a start token (fim-NAME).
-    And tasks.jsonl, with two of them.
+    """Write two data sets of random letters, `short` and `long`, for the byte tokenizer: with an index,
+    without one (raw-NAME.bin), and for a tokenizer with sentinels and a start token (fim-NAME).
+    Also write tasks.jsonl with two tasks.
 
-    Documents of `short` have 1 to 60 tokens, and many have very few: under data.doc_mask, microbatches then
-    have very different numbers of targets.
+    Documents of `short` have 1 to 60 tokens, many of them very few, so that microbatches have very different
+    numbers of targets under data.doc_mask.
     """
     byte_tokenizer = tokenizer.load_tokenizer("bytes")
     stream = np.random.default_rng(0)
@@ -199,7 +200,7 @@ def write_corpora(folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer.json of single bytes, with a start token, an end, and the sentinels of a family."""
+    """Write a tokenizer.json of single bytes, with a start token, an end token, and a family's sentinels."""
     bytes_as_letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {letter: number for number, letter in enumerate(bytes_as_letters)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(ids, []))
@@ -211,7 +212,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_index(path: Path, tok: Tokenizer, documents: list[list[int]]) -> None:
-    """Writes a data set of documents, as scripts.prepare_data does."""
+    """Write a data set of documents, as scripts.prepare_data does."""
     with IndexedDatasetWriter(path, tok.vocab) as writer:
         for document in documents:
             writer.add(document)
@@ -219,9 +220,9 @@ def write_index(path: Path, tok: Tokenizer, documents: list[list[int]]) -> None:
 
 
 def placed(cfg: Config, home: Path, name: str, trunk: Path | None = None) -> Config:
-    """The job with its data in `home` and its run folder at home/name.
+    """Return the job with its data in `home` and its run folder at home/name.
 
-    trunk: a checkpoint of the other run with which it begins (`has_trunk`).
+    `trunk` is the checkpoint of another run to start from (`has_trunk`).
     """
     form, vocab = "{}", cfg.model.vocab
     if cfg.data.fim_rate or cfg.data.bos:
@@ -259,19 +260,19 @@ def placed(cfg: Config, home: Path, name: str, trunk: Path | None = None) -> Con
 
 
 def has_trunk(cfg: Config) -> bool:
-    """Whether the job begins with a checkpoint of another run."""
+    """Return whether the job starts from a checkpoint of another run."""
     return cfg.checkpoint != without_start(cfg).checkpoint
 
 
 def without_start(cfg: Config) -> Config:
-    """The job, begun with initial weights."""
+    """Return the job starting from initial weights."""
     start = {key: getattr(CheckpointConfig, key) for key in ("resume", "init_from", "init_changes", "branch")}
     return replace(cfg, checkpoint=replace(cfg.checkpoint, **start))
 
 
 def trunk_of(cfg: Config) -> Config:
-    """The run whose checkpoint after TRUNK_STEPS a job begins with (`has_trunk`). Where that takes its
-    weights alone, it may be of another model (lattice.BUNDLES names the key).
+    """Return the run whose checkpoint after TRUNK_STEPS a job starts from (`has_trunk`). If only weights
+    are loaded, it may be of another model (lattice.BUNDLES names the key).
     """
     trunk = without_start(cfg)
     if cfg.checkpoint.init_from is None:

@@ -1,11 +1,11 @@
 """One trial: train.py's loop under a layout, stopped and resumed, compared with one uninterrupted process.
 
-Everything is compared that a run reads, computes and writes:
+Everything that a run reads, computes and writes is compared:
 
-- of each step: the tokens of each batch, the loss, the gradients by name and their norm, whether it is good,
-  and what routers count;
+- for each step: the tokens of each batch, the loss, the gradients by name and their norm, whether it is good,
+  and the router counts;
 - the validation loss, the sampled ids and the logits that they were drawn from;
-- from the run folder: metrics.jsonl (loss, norm, learning rate, tokens, counted targets, validation) and the
+- from the run folder: metrics.jsonl (loss, norm, learning rate, tokens, target counts, validation) and the
   checkpoints (parameters and moments by name, and the step and tokens of the run).
 """
 import contextlib
@@ -50,24 +50,24 @@ from lab.proof.verify.tiny_config import (
 )
 from runtime.pool import WorkerPool
 
-BOUND = 1e-9  # relative error that is allowed
+BOUND = 1e-9  # allowed relative error
 
 # Tensors whose largest element is smaller are compared as if it were FLOOR. Smaller values are noise: a
 # gradient that is zero in exact arithmetic (a k bias without RoPE), and what Adam makes of it.
 FLOOR = 1e-7
 
-MAX_REFERENCES = 200  # files of reference values that are kept, some megabytes each
+MAX_REFERENCES = 200  # reference files to keep, some megabytes each
 
-# Recipes of fp8 whose scales are those of all tokens of a microbatch.
+# fp8 recipes whose scales depend on all tokens of a microbatch
 FP8_BY_MICROBATCH = ("tensorwise", "rowwise")
 
-# Endings of the keys of metrics.jsonl that depend on the machine, not on the training.
+# suffixes of metrics.jsonl keys that depend on the machine, not on the training
 MACHINE_SUFFIXES = ("_ms", "_s", "_gpu", "mem_gib", "mfu")
 
-# Keys of metrics.jsonl that are estimated from the sizes of microbatches (log.noise_scale).
+# metrics.jsonl keys that are estimated from the microbatch sizes (log.noise_scale)
 OF_MICROBATCHES = ("noise_scale", "noise_s", "noise_g2")
 
-# Blocks of the loss and of ring attention in a layout: small, so that short sequences have several.
+# block sizes of the loss and of ring attention in a layout: small, so that short sequences have several
 SMALL_CHUNK_BYTES = 32768
 SMALL_TILE = 16
 
@@ -75,8 +75,8 @@ SMALL_TILE = 16
 class Deviation(NamedTuple):
     """How far one value is from that of one process.
 
-    error: relative to the largest element of its tensor. step: where it was seen; n + 0.5 is after step n and
-    before step n + 1. what: the value's name.
+    error: relative to the largest element of its tensor. what: the value's name.
+    step: where it occurred; n + 0.5 is after step n and before step n + 1.
     """
 
     error: float
@@ -85,16 +85,16 @@ class Deviation(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the error is beyond BOUND. A NaN is."""
+        """Whether the error is beyond BOUND, or NaN."""
         return not self.error <= BOUND
 
     @property
     def severity(self) -> tuple[bool, float]:
-        """Orders deviations by their error; NaN is the worst."""
+        """The sort key of deviations: their error, with NaN as the worst."""
         return math.isnan(self.error), self.error
 
     def as_json(self) -> dict[str, object]:
-        """The fields; error is None where it is not finite."""
+        """Return the fields as JSON, with a non-finite error as None."""
         row: dict[str, object] = self._asdict()
         if not math.isfinite(self.error):
             row["error"] = None
@@ -104,7 +104,7 @@ class Deviation(NamedTuple):
 # ---- what a run computes -----------------------------------------------------------------------------------
 
 def poison_gradients(run: TrainingRun) -> None:
-    """Sets all gradients to NaN."""
+    """Set all gradients to NaN."""
     for bucket in run.buckets:
         for grads in (bucket.grads.full, bucket.grads.local):
             if grads is not None:
@@ -112,32 +112,32 @@ def poison_gradients(run: TrainingRun) -> None:
 
 
 class TrialObserver:
-    """Observes train.train as its `observe`: records the values of a run, or compares them with a reference.
+    """Observes train.train (`observe`): records the values of a run, or compares them with a reference.
 
-    Without `reference`, the values are kept in `recorded`, {name of the value: tensor}. With it,
-    `deviations` says how far off each value is.
+    Without `reference`, values are collected in `recorded`, {name: tensor}. With it, `deviations` says how
+    far off each value is.
 
-    It does two things to the run: it makes the gradient of step SKIPPED non-finite, and with
-    optim.spike_sigma that of step LAST a spike, once if the run goes back then (optim.spike_rewind); and it
-    asks the run to stop in step `stop_step`. With a reference a third: NaN stands wherever a step could read
-    gradients that it has not written itself.
+    It also interferes with the run. It makes the gradient of step SKIPPED non-finite and, with
+    optim.spike_sigma, turns that of step LAST into a spike, only once if the run then rewinds
+    (optim.spike_rewind). It requests a stop in step `stop_step`. With a reference, it also puts NaN wherever
+    a step could read gradients that it has not written itself.
     """
 
-    run: TrainingRun  # from run_built on
-    data: BatchLoader  # from run_built on
+    run: TrainingRun  # set by run_built
+    data: BatchLoader  # set by run_built
 
     def __init__(self, folder: Path, reference: dict[str, Tensor] | None) -> None:
         self.folder = folder
         self.reference = reference
         self.recorded: dict[str, Tensor] = {}
         self.deviations: list[Deviation] = []
-        self.names: set[str] = set()  # of all values that were recorded or compared
+        self.names: set[str] = set()  # names of all values recorded or compared
         self.stop_step = LAST
         self.begun_steps: list[int] = []
-        self.logits_of_sample: list[Tensor] = []  # [vocab] of each token of the sample that is being drawn
+        self.logits_of_sample: list[Tensor] = []  # [vocab] per token of the current sample
 
     def __call__(self, point: str, step: int | None = None, **shown: Any) -> str | None:
-        """train.train calls it at each of its FAULT_POINTS. Returns "nan", "spike" or None."""
+        """Handle one of train.train's FAULT_POINTS. Returns "nan", "spike" or None."""
         methods = {
             "run.built": self.run_built,
             "step.begin": self.step_begin,
@@ -154,7 +154,7 @@ class TrialObserver:
     def compare_close(
         self, what: str, value: Tensor, step: float, box: Box | None = None, floor: float = FLOOR
     ) -> None:
-        """A floating-point tensor, or the box of it that this rank has: within BOUND of the reference."""
+        """Check that a floating-point tensor, or this rank's box of it, is within BOUND of the reference."""
         value = value.detach()
         self.names.add(what)
         part = ... if box is None else slices_of(box)
@@ -177,7 +177,7 @@ class TrialObserver:
         self.deviations.append(Deviation(error, step, what))
 
     def compare_equal(self, what: str, value: Tensor, step: float, rows: Tensor | None = None) -> None:
-        """A tensor of whole numbers, or the rows of it that this rank has: equal to the reference."""
+        """Check that an integer tensor, or this rank's rows of it, equals the reference."""
         self.names.add(what)
         if self.reference is None:
             self.recorded[what] = value.contiguous()
@@ -196,7 +196,7 @@ class TrialObserver:
     def run_built(self, step: int, run: TrainingRun, data: BatchLoader, valid: BatchLoader) -> None:
         self.run = run
         self.data = data
-        # torch.empty gives NaN: ZeRO-2 and 3 allocate gradients in a step
+        # torch.empty returns NaN: ZeRO-2 and 3 allocate gradients during a step
         options = torch.utils.deterministic
         is_poisoned = self.reference is not None
         options.fill_uninitialized_memory = is_poisoned  # pyright: ignore[reportAttributeAccessIssue]
@@ -204,7 +204,7 @@ class TrialObserver:
             check_initial_weights(run)
 
     def named(self, step: int) -> str:
-        """ "step 4", or "step 4, again" where the run has gone back before it."""
+        """ "step 4", or "step 4, again" after a rewind past it."""
         return f"step {step}" + ", again" * (self.begun_steps.count(step) - 1)
 
     def step_begin(self, step: int) -> None:
@@ -258,17 +258,17 @@ class TrialObserver:
         self.logits_of_sample.clear()
 
     def logits_computed(self, logits: Tensor) -> None:
-        """Called for each token of a sample, before evaluation_end."""
+        """Record the logits of each sampled token; called before evaluation_end."""
         self.logits_of_sample.append(logits)
 
     # ---- after the run ----
 
     def compare_begun_steps(self) -> None:
-        """For each rank to call after the last start: a resume from the beginning makes more steps."""
+        """Compare the started steps, on each rank after the last start: a fresh start repeats steps."""
         self.compare_equal("steps that were begun, in order", torch.tensor(self.begun_steps), LAST + 1)
 
     def compare_files(self) -> None:
-        """metrics.jsonl and the checkpoints; for one rank to call, when the run has ended."""
+        """Compare metrics.jsonl and the checkpoints, on one rank after the run."""
         rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         steps = torch.tensor([row["step"] for row in rows])
         self.compare_equal("steps in metrics.jsonl", steps, LAST + 1)
@@ -285,14 +285,14 @@ class TrialObserver:
             self.compare_checkpoint(self.folder / "checkpoints" / f"step_{step:08d}", step)
 
     def compare_metric(self, what: str, value: float | list[float] | None, step: float) -> None:
-        """A number, a list of numbers, or null."""
+        """Compare a number, a list of numbers, or null."""
         is_null = value is None
         self.compare_equal(f"{what} is null", torch.tensor(is_null), step)
         if not is_null:
             self.compare_close(what, torch.tensor(value, dtype=torch.float64), step)
 
     def compare_checkpoint(self, path: Path, step: int) -> None:
-        """Every tensor of a checkpoint, whole and in fp64, and the step and tokens of the run."""
+        """Compare every whole tensor of a checkpoint in fp64, and the step and tokens of the run."""
         shapes = {row["key"]: row["shape"] for row in store.read_index(path)["pieces"]}
         wanted: list[tuple[Box, Tensor]] = []
         for key, shape in shapes.items():
@@ -301,7 +301,7 @@ class TrialObserver:
 
         for box, value in wanted:
             if box.key.endswith(ERROR_SUFFIX) or BASIS_MARK in box.key:
-                continue  # PowerSGD's own state, which one process does not have
+                continue  # PowerSGD's own state, which one process lacks
             is_square = box.key.endswith("_v")  # a mean of squared gradients
             self.compare_close(
                 f"{box.key} in the checkpoint of step {step}",
@@ -315,7 +315,7 @@ class TrialObserver:
 
 
 def has_one_scale_for_padding(cfg: Config) -> bool:
-    """Whether generation pads the sequence, and fp8 gives the padding and the text one scale.
+    """Return whether generation pads the sequence, and fp8 shares one scale between padding and text.
 
     The logits then depend on the padding, which one process does not have.
     """
@@ -323,18 +323,19 @@ def has_one_scale_for_padding(cfg: Config) -> bool:
 
 
 def has_one_scale_for_rows(cfg: Config) -> bool:
-    """Whether fp8 gives all rows of a batch one scale: the answers of a task, whose scores then depend on
-    which others a rank scores beside them."""
+    """Return whether fp8 shares one scale between all rows of a batch. The scores of a task's answers then
+    depend on which others a rank scores in the same batch.
+    """
     return cfg.train.fp8 == "tensorwise"
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
-    """The slices of the whole tensor that the box covers."""
+    """Return the slices of the whole tensor that the box covers."""
     return tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
 
 
 def check_initial_weights(run: TrainingRun) -> None:
-    """Raises ConfigError if two matrices start identical: a proof could not see that they were exchanged."""
+    """Raise ConfigError if two matrices start identical, since a proof could not detect a swap of the two."""
     seen: dict[tuple, str] = {}  # {(shape, sum): key}
     for bucket in run.buckets:
         for box, part in boxes_of(bucket, bucket.weights.master):
@@ -350,10 +351,9 @@ def check_initial_weights(run: TrainingRun) -> None:
 
 @contextlib.contextmanager
 def small_blocks(seq_len: int) -> Iterator[None]:
-    """Computes the loss and ring attention in blocks of few rows, if sequences have more than 32 tokens.
+    """Use small blocks for the loss and ring attention if sequences have more than 32 tokens.
 
-    The shapes that a laptop can prove then have several blocks. The reference run has blocks of the usual
-    size.
+    Shapes that a laptop can prove then have several blocks. The reference run uses the usual block sizes.
     """
     usual = (cross_entropy.CHUNK_BYTES, partial_attention.TILE)
     if seq_len > 32:
@@ -370,13 +370,13 @@ def small_blocks(seq_len: int) -> Iterator[None]:
 def prove(
     pool: WorkerPool, cfg: Config, home: Path, is_strict: bool = False
 ) -> tuple[Deviation, Deviation]:
-    """Trains under the layout of cfg on the ranks of the pool, and compares with one process.
+    """Train under the layout of cfg on the ranks of the pool, and compare with one process.
 
-    home: the folder for data, reference values and runs; see make_references for what is kept there.
-    is_strict: every started exchange and copy is checked (parallel/wire/strict.py).
+    `home` is the folder for data, reference values and runs; see make_references for what is kept there.
+    `is_strict` checks every started exchange and copy (parallel/wire/strict.py).
 
-    Returns (first, worst). worst: the largest deviation. first: of the first step with deviations beyond
-    BOUND, the largest; if there are none, worst.
+    Returns (first, worst): `worst` is the largest deviation, `first` the largest in the first step with a
+    deviation beyond BOUND, or `worst` if there is no such step.
     """
     (reference,) = make_references(pool, [cfg], home)
     check_trained(reference, has_spike=cfg.optim.spike_sigma is not None)
@@ -402,8 +402,8 @@ def prove(
 
 
 def check_trained(reference: Path, has_spike: bool = False) -> None:
-    """Raises ConfigError if one process skips a step beside SKIPPED, as a key may make it: its layouts would
-    agree with it, and nothing would be proved of that step. has_spike: it must skip LAST, too.
+    """Raise ConfigError if one process skips a step other than SKIPPED, as some settings make it: its layouts
+    would skip it too, and nothing would be proved of that step. With has_spike it must also skip LAST.
     """
     planned = [SKIPPED, LAST] if has_spike else [SKIPPED]
     with safe_open(reference, "pt") as file:
@@ -421,9 +421,9 @@ def check_trained(reference: Path, has_spike: bool = False) -> None:
 def run_layout(
     world: World, cfg: Config, home: Path, reference: Path, is_strict: bool
 ) -> tuple[list[Deviation], set[str]]:
-    """On every rank: trains LAST steps in the run folder of cfg; the run is stopped and resumed after SAVED.
+    """Train LAST steps in the run folder of cfg on every rank, with a stop and a resume after SAVED.
 
-    Returns (the worst deviation of each step on this rank, the names of all values that were compared).
+    Returns (the worst deviation of each step on this rank, the names of all compared values).
     """
     folder = run_folder(cfg, home)
     observer = TrialObserver(folder, load_file(reference))
@@ -431,7 +431,7 @@ def run_layout(
         for stop_step in (SAVED, LAST):
             observer.stop_step = stop_step
             if stop_step == LAST and cfg.checkpoint.mirror is not None and world.rank == 0:
-                shutil.rmtree(folder / "checkpoints")  # a fresh machine has none
+                shutil.rmtree(folder / "checkpoints")  # a new machine has none
                 (folder / "metrics.jsonl").unlink()
             with strict_mode(world, is_strict):
                 code = run_loop(world, cfg, folder, observer, observer.logits_computed)
@@ -450,7 +450,7 @@ def run_layout(
 
 @contextlib.contextmanager
 def strict_mode(world: World, is_strict: bool) -> Iterator[None]:
-    """Raises StrictError where a run in it uses an exchange wrongly, and at its end if one is under way."""
+    """Raise StrictError if a run inside misuses an exchange, or if one is still in flight at the end."""
     strict = StrictMode() if is_strict else None
     world.activity.strict = strict
     try:
@@ -462,7 +462,7 @@ def strict_mode(world: World, is_strict: bool) -> Iterator[None]:
 
 
 def run_folder(cfg: Config, home: Path) -> Path:
-    """The run folder of a job that tiny_config.placed put into `home`."""
+    """Return the run folder of a job that tiny_config.placed put into `home`."""
     assert cfg.log.name is not None
     return home / cfg.log.name
 
@@ -470,11 +470,10 @@ def run_folder(cfg: Config, home: Path) -> Path:
 # ---- one process -------------------------------------------------------------------------------------------
 
 def make_references(pool: WorkerPool, cfgs: list[Config], home: Path) -> list[Path]:
-    """The files with the values of one process for each job; those that `home` does not have yet are made.
+    """Return the reference files of the jobs, running those that `home` does not have yet in one process.
 
-    The ranks of the pool share the jobs that must run. `home` keeps the data, and the references of other
-    jobs, the newest MAX_REFERENCES of them: layouts that differ only in what one process ignores have the
-    same reference.
+    The ranks of the pool share the jobs to run. `home` keeps the data and the newest MAX_REFERENCES
+    references of other jobs. Layouts that differ only in what one process ignores share a reference.
     """
     if not (home / "long.idx").exists():
         write_corpora(home)
@@ -499,20 +498,20 @@ def make_references(pool: WorkerPool, cfgs: list[Config], home: Path) -> list[Pa
 
 
 def name_of_reference(cfg: Config) -> str:
-    """Of the job of one process, for its files: jobs of the same one share them."""
+    """Return the file name of a job's single-process reference, which equal jobs share."""
     return hashlib.sha256(repr(single_process(cfg)).encode()).hexdigest()
 
 
 def begun(cfg: Config, home: Path, name: str) -> Config:
-    """The job in `home`; where it begins with a checkpoint of another run (`has_trunk`), with that of one
-    process, which has been made for its reference.
+    """Return the job in `home`. If it starts from another run's checkpoint (`has_trunk`), use the one of one
+    process, which was made for its reference.
     """
     run = home / f"{name_of_reference(cfg)}-trunk"
     return placed(cfg, home, name, store.checkpoint_folder(run / "checkpoints", TRUNK_STEPS))
 
 
 def run_references(world: World, jobs: list[tuple[Config, str, Path]], home: Path) -> None:
-    """On every rank of a pool: runs its share of the jobs, and saves the values of each in the job's file."""
+    """Run this rank's share of the jobs, and save the values of each in the job's file."""
     for cfg, name, reference in jobs[world.rank::world.size]:
         if has_trunk(cfg):
             run_trunk(placed(trunk_of(cfg), home, f"{name}-trunk"), home)
@@ -520,7 +519,7 @@ def run_references(world: World, jobs: list[tuple[Config, str, Path]], home: Pat
 
 
 def run_trunk(cfg: Config, home: Path) -> None:
-    """Trains TRUNK_STEPS in one process, and saves."""
+    """Train TRUNK_STEPS in one process, and save."""
     folder = run_folder(cfg, home)
 
     def stop(point: str, step: int | None = None, **shown: Any) -> None:
@@ -531,7 +530,7 @@ def run_trunk(cfg: Config, home: Path) -> None:
 
 
 def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
-    """{name of a value: tensor} of one process that trains LAST steps of a `single_process` job."""
+    """Return {name: value} from one process that trains LAST steps of a `single_process` job."""
     observer = TrialObserver(run_folder(cfg, home), None)
     run_loop(World(), cfg, observer.folder, observer, observer.logits_computed)
     observer.compare_begun_steps()
@@ -540,10 +539,10 @@ def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
 
 
 def single_process(cfg: Config) -> Config:
-    """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves to
-    the disk alone.
+    """Return the job for one process: the whole batch in one microbatch, no parallelism, only synchronous
+    saves to disk.
 
-    See largest_micro_batch. No step is computed twice, and no noise is measured.
+    See largest_micro_batch. No step is computed twice, and the noise scale is not measured.
     """
     return replace(
         cfg,
@@ -561,15 +560,15 @@ def single_process(cfg: Config) -> Config:
 
 
 def largest_micro_batch(train: TrainConfig) -> int:
-    """Sequences: of the whole batch, and under a ramp of its first, smallest batch.
+    """Return the whole batch in sequences, or under a ramp its first and smallest one.
 
-    Recipes of fp8 whose scales depend on the microbatch have the same microbatches as the layout.
+    fp8 recipes whose scales depend on the microbatch keep the microbatches of the layout.
     """
     return train.micro_batch if train.fp8 in FP8_BY_MICROBATCH else config.global_batch_at(train, 0)
 
 
 def phases_without_layout(cfg: Config) -> str | None:
-    """train.phases without the keys that only divide the work; see largest_micro_batch."""
+    """Return train.phases without the keys that only divide the work; see largest_micro_batch."""
     if cfg.train.phases is None:
         return None
     rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A plugin for pytest: runs chosen tests in a given order."""
+"""A pytest plugin that runs chosen tests in a given order."""
 
 import json
 import os
@@ -11,8 +11,7 @@ def pytest_configure(config):
 
 
 class Chosen:
-    """Keeps the tests that the file names (a JSON list), in its order; beside it, in NAME.last, stands the
-    test that began last."""
+    """Keep the tests listed in a JSON file, in that order, and write the last one started to NAME.last."""
 
     def __init__(self, file: Path) -> None:
         self.place = {name: at for at, name in enumerate(json.loads(file.read_text()))}

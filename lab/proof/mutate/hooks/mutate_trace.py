@@ -1,10 +1,9 @@
-"""Which functions does a test run, and which files does it open, in whatever process? Every process of a test
-run maps one file and sets one byte a function.
+"""Which functions does a test run, and which files does it open, in any process? Every process of a test run
+maps one file and sets one byte a function.
 
-The file `hits` is a number of 4 bytes, the test that runs now (0: none yet), and a row of bytes for each
-test. Ranks that are forked, started anew or killed all write to the same pages, so that nothing is lost
-with a process, and a rank that serves many tests (runtime/pool.py) reads the number of the test at every
-call.
+The file `hits` starts with a 4-byte number, the index of the running test (0: none yet), followed by a row of
+bytes for each test. Ranks that are forked, spawned or killed all write to the same pages, so nothing is lost
+when a process dies, and a rank that serves many tests (runtime/pool.py) reads the index at every call.
 """
 
 import json
@@ -14,14 +13,14 @@ import sys
 import threading
 from pathlib import Path
 
-HEAD = 4  # bytes of the number
+HEAD = 4  # size of the number in bytes
 
 
 def start(folder: str) -> None:
-    """Trace this thread, those it starts and the processes that it forks.
+    """Trace this thread, the threads it starts and the processes it forks.
 
-    folder has `lines.json`: {"width": bytes of a row, "first": {a file: the place of its line 0 in a row}}. A
-    call marks the first line of its function; a file that is opened, or named to a program, marks its line 0.
+    `folder` contains `lines.json`: {"width": bytes of a row, "first": {file: offset of its line 0 in a row}}.
+    A call marks the first line of its function; opening a file, or passing it to a program, marks its line 0.
     """
     plan = json.loads(Path(folder, "lines.json").read_text())
     first, width = plan["first"], plan["width"]

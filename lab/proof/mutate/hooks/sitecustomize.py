@@ -1,4 +1,4 @@
-"""Every interpreter that has this folder on its path starts here: with BEVATRON_TRACE set it records the
+"""Runs at the start of every interpreter with this folder on its path: if BEVATRON_TRACE is set, records the
 functions that it runs.
 """
 
