@@ -128,6 +128,23 @@ def code_paths(root: Path) -> list[Path]:
     return sorted(paths)
 
 
+def checkout_files(root: Path) -> list[str]:
+    """Return the files that git tracks or would track, or without git every file that is not hidden."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True
+    )
+    if (root / ".git").exists() and listing.returncode == 0:
+        return [name for name in listing.stdout.splitlines() if (root / name).is_file()]
+
+    names = []
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root)
+        is_hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
+        if path.is_file() and not is_hidden:
+            names.append(str(name))
+    return names
+
+
 def code_hash(root: Path | None = None) -> str:
     """Return the sha256 of the core's Python files. `root` defaults to this checkout."""
     digest = hashlib.sha256()

@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -35,6 +36,7 @@ for name in ("CI", "BUILD_NUMBER"):
 # full lines, whatever the width of the terminal that starts the tests
 os.environ.pop("COLUMNS", None)
 
+import footprint_file
 import footprints
 import selection
 import zygote
@@ -43,11 +45,17 @@ if sys.platform == "linux":
     zygote.ForkingPopen.install()
 
 from config import ConfigError, provenance
-from lab.proof.mutate import cover
 from runtime.pool import WorkerPool
 
 torch.set_num_threads(1)
 DETERMINISM = torch.get_deterministic_debug_mode()
+
+HERE = pathlib.Path(__file__).parent
+collect_ignore: list[str] = []
+if not (HERE.parent / "lab").is_dir():  # a clone without it: its tests, and those that use its proofs
+    uses_lab = re.compile(r"^(from|import) lab\b", re.MULTILINE)
+    tests = [path for path in HERE.rglob("test_*.py") if uses_lab.search(path.read_text())]
+    collect_ignore += [str(path.relative_to(HERE)) for path in tests]
 
 
 def pytest_addoption(parser):
@@ -91,7 +99,9 @@ def limit_memory(share: float | None) -> None:
 def pytest_collection_modifyitems(config, items):
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return  # what is named
-    known = cover.read_footprints() if cover.FOOTPRINTS.exists() else cover.NOTHING
+    known = footprint_file.NOTHING
+    if footprint_file.FOOTPRINTS.exists():
+        known = footprint_file.read_footprints()
     known = selection.with_siblings(known, [item.nodeid for item in items])
     try:
         chosen, note = choose(config, items, known)

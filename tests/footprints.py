@@ -26,15 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
 from config import ConfigError  # noqa: E402
-from lab.proof.mutate.cover import (  # noqa: E402
+from footprint_file import (  # noqa: E402
     FOOTPRINTS,
-    HOOKS,
     REST,
     Footprints,
     functions_of,
     write_footprints,
 )
-from lab.proof.mutate.hooks import mutate_trace  # noqa: E402
+from hooks import mutate_trace  # noqa: E402
+
+HOOKS = ROOT / "tests" / "hooks"
 
 NO_TEXT = (".png", ".xz", ".bin")
 ROWS = 12000

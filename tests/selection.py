@@ -24,7 +24,7 @@ from pathlib import Path
 from footprints import NO_TEXT
 
 from config.parts import parse_part
-from lab.proof.mutate.cover import REST, Footprints, parts_of
+from footprint_file import REST, Footprints, parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY_TEST_READS = re.compile(r"pyproject\.toml|requirements.*\.txt|tests/conftest\.py")

@@ -49,7 +49,7 @@ from config.reading import resolve, sections, split_argv, unused
 from config.reading.earlier import NEW_NAMES
 from config.reading.kinds import every_path
 from config.reading.schedules import plan_pipeline
-from lab.proof.mutate.checkout import checkout_files
+from config.provenance import checkout_files
 from lab.proof.verify.overrides import check_free, read_overrides, split_overrides
 from lab.proof.verify.tiny_config import tiny_config
 

@@ -23,7 +23,7 @@ from model.sharding import parallel_dims
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 from scripts import convert, evaluate, generate
 

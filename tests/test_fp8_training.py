@@ -19,7 +19,7 @@ from model import attention, block, mlp
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from lab.proof.random_tokens import RandomTokens
+from random_tokens import RandomTokens
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

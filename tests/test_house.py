@@ -11,7 +11,7 @@ import sys
 
 import config
 from config.reading.kinds import every_path
-from lab.proof.mutate.checkout import checkout_files
+from config.provenance import checkout_files
 
 ROOT = pathlib.Path(__file__).parent.parent
 ROOMS = (

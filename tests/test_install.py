@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import config.version
-from lab.proof.mutate.checkout import checkout_files
+from config.provenance import checkout_files
 
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = (

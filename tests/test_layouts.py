@@ -8,7 +8,7 @@ import pytest
 
 from config import ConfigError
 from config.reading.schedules import plan_pipeline
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 
 CUTS = [

@@ -24,8 +24,8 @@ from checkpoint.disk.saver import CheckpointSaver
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from runtime.pool import WorkerPool
 from train import train_step

@@ -21,7 +21,7 @@ from config.reading.schedules import plan_pipeline
 from kernels import rope
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
-from lab.proof.mutate.checkout import checkout_files
+from config.provenance import checkout_files
 from runtime import evaluate, setup
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv

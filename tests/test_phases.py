@@ -26,7 +26,7 @@ from data.loader import open_loader
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.advice import holdings
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 from scripts.plan import phase_to_plan
 from start import advised_on_memory

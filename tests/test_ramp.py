@@ -18,8 +18,8 @@ from config import TrainConfig, global_batch_at, global_batch_sizes, sequences_s
 from config.reading.schedules import make_schedules, plan_pipeline
 from data import loader
 from parallel.topology.mesh import Mesh
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

@@ -19,7 +19,7 @@ from tokenizer_families import make_tokenizer
 import train
 from config import ConfigError, provenance
 from config.reading import resolve, split_argv, unused
-from lab.proof.mutate.checkout import checkout_files
+from config.provenance import checkout_files
 from runtime.failure import fail_cleanly
 from scripts import average, compare, convert, prepare_data, reproduce
 

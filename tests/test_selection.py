@@ -10,8 +10,8 @@ import selection
 from selection import SelectionError
 
 from config import ConfigError
-from lab.proof.mutate import cover
-from lab.proof.mutate.cover import REST, Footprints
+import footprint_file
+from footprint_file import REST, Footprints
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,7 +58,7 @@ def test_parts_have_every_test_once_by_files_and_are_even(parts):
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", "1/0"])
 def test_a_part_that_is_not_one_is_refused(part):
     with pytest.raises(ConfigError, match=f"^--part: '{part}' must be K/M"):
-        selection.part_of(["f::t", "g::t"], part, cover.NOTHING)
+        selection.part_of(["f::t", "g::t"], part, footprint_file.NOTHING)
 
 
 def test_long_files_come_first():
@@ -271,11 +271,11 @@ CASES = known(
 
 @pytest.mark.parametrize("footprints", [RECORDED, CASES])
 def test_footprints_are_read_as_they_were_written(tmp_path, footprints):
-    cover.write_footprints(footprints, tmp_path / "footprints.xz")
-    assert cover.read_footprints(tmp_path / "footprints.xz") == footprints
+    footprint_file.write_footprints(footprints, tmp_path / "footprints.xz")
+    assert footprint_file.read_footprints(tmp_path / "footprints.xz") == footprints
 
 
 def test_the_footprints_are_small():
     """They travel to a GPU: 16.0 bytes a test, of names, seconds and bits of 8550 functions."""
-    size = cover.FOOTPRINTS.stat().st_size
-    assert size < 18 * len(cover.read_footprints().tests)
+    size = footprint_file.FOOTPRINTS.stat().st_size
+    assert size < 18 * len(footprint_file.read_footprints().tests)

@@ -9,7 +9,7 @@ import pytest
 from lab.proof import lattice
 from lab.proof.verify.cells import chosen
 from lab.proof.verify.cells import words as words_of
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 
 STRICT = (

@@ -20,9 +20,9 @@ from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from lab.proof import lattice
-from lab.proof.random_tokens import RandomTokens
+from random_tokens import RandomTokens
 from lab.proof.verify.cells import chosen
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import NUM_STEPS, tiny_config
 from lab.proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks, strict_mode
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -88,7 +88,7 @@ def trained(world: World, cfg: Config) -> list[Part]:
     mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     parts: list[Part] = []
     with small_blocks(cfg.train.seq_len), strict_mode(world, True):
-        run = build_run(cfg, mesh, torch.device("cpu"), None, lattice.NUM_STEPS)
+        run = build_run(cfg, mesh, torch.device("cpu"), None, NUM_STEPS)
         batches = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
         guard = NonFiniteGuard()
         for step in range(1, STEPS + 1):

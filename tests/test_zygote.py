@@ -25,7 +25,7 @@ read = {
     "folder": os.getcwd(),
     # readline sets two where it is loaded: here, not in the environment that Python knows
     "environment": {n: v for n, v in os.environ.items() if n not in ("COLUMNS", "LINES")},
-    "path": [entry for entry in sys.path if not entry.endswith("lab/proof/mutate/hooks")],  # of --record
+    "path": [entry for entry in sys.path if not entry.endswith("tests/hooks")],  # of --record
     "main": [__name__, __spec__ and __spec__.name, sys.modules["__main__"].__dict__ is globals()],
     "file": globals().get("__file__"),
     "parent": os.getppid(),

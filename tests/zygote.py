@@ -467,7 +467,7 @@ def preload() -> list[str]:
 
 if __name__ == "__main__":
     if "BEVATRON_TRACE" in os.environ:  # tests/footprints.py
-        sys.path.append(str(ROOT / "lab" / "proof" / "mutate" / "hooks"))
+        sys.path.append(str(ROOT / "tests" / "hooks"))
         import mutate_trace
 
         mutate_trace.start(os.environ["BEVATRON_TRACE"])

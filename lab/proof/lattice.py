@@ -26,6 +26,7 @@ from config.reading import phases_of
 from config.reading.schedules import plan_pipeline
 from config.tree import has_path, with_values
 from config.values import Values, combinations
+from config.reading.tiny import NUM_STEPS
 from model.router import CapacityConfig, has_experts, mixture
 from parallel.pipeline.schedule import SCHEDULES
 
@@ -85,7 +86,6 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
 }
 
 TRUNK_STEPS = 1  # of the run whose checkpoint another starts from
-NUM_STEPS = 20  # the steps a run is configured for
 
 # {word of a switch: its keys}. A key that the user overrides keeps that value in every cell.
 # lab/proof/verify/tiny_config.py turns the names of data, stores and other runs into paths.

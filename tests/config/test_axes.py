@@ -14,7 +14,7 @@ from plan import auto
 from lab.proof import lattice
 from lab.proof.verify.cells import words
 from lab.proof.verify.overrides import CELL_WORDS
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 from runtime import metrics
 
 WORLD = 8

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training import TINY, Training
 
-from lab.benchmarks.interpreted import SMALL_TILES
+from small_tiles import SMALL_TILES
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from kernels import grouped_gemm, linear, triton_
 from model.router import ExpertsConfig, with_mlps
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

@@ -13,7 +13,7 @@ from model.attention import AttentionConfig, ChannelGate, HeadGate
 from model.context import GenerationCache, forward_context
 from model.rope import GrowthConfig, Llama3Scaling, LongRopeScaling, RopeConfig
 from parallel.topology.mesh import Mesh
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 S, D = 13, 8
 PLAIN = {"heads": 4, "kv_heads": 2, "head_dim": D}

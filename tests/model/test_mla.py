@@ -15,7 +15,7 @@ from model.context import GenerationCache, forward_context
 from model.generate import generate
 from model.mlp import MLPConfig
 from parallel.topology.mesh import Mesh
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 TWINS = ("deepseek-v2-lite-tiny", "deepseek-v3-tiny")  # without and with a latent of the queries
 ROPE = pytest.mark.parametrize("mixer", [{}, {"rope": None}], ids=("rope", "without positions"))

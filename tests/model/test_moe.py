@@ -16,8 +16,8 @@ from model.moe import MoE
 from model.router import ROUTER_STATS, CapacityConfig, ExpertsConfig, Router, RouterInputs
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

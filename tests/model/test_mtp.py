@@ -16,8 +16,8 @@ from parallel.context.zigzag import shard_batch, token_positions
 from parallel.microbatch import Microbatch
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 from runtime.guard import NonFiniteGuard
 from train import train_step

@@ -12,7 +12,7 @@ from config.reading.suggestions import check_rules
 from optim.base import Optimizer
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 YES = torch.tensor(True)
 

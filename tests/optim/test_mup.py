@@ -19,7 +19,8 @@ from parallel.sharding.spec import ParameterSpec
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from lab.proof import mup as coord
-from lab.proof.verify.tiny_config import placed, tiny_config, write_corpora
+from config.reading.tiny import tiny_config
+from lab.proof.verify.tiny_config import placed, write_corpora
 from lab.proof.verify.trial import reference_values, single_process
 
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

@@ -17,7 +17,7 @@ from optim.muon_exchange import assign_owners, plan_matrix_exchange
 from parallel.sharding.boxes import Box, check_tiling
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 STEPS, LR, DECAY = 3, 0.01, 0.1
 

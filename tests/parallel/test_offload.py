@@ -19,8 +19,8 @@ from parallel.offload import (
     staged_chunks,
 )
 from parallel.topology.mesh import Mesh
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

@@ -16,7 +16,7 @@ from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from plan.buckets import buckets, unique_buckets
 from plan.job import job_of_rank
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 LAYOUTS = [
     dict(zero=1),

@@ -22,8 +22,8 @@ from plan.record.events import OpBegins
 from plan.record.launches import CHIPS
 from plan.record.memory import curve_of
 from plan.record.role import record_role
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from scripts.dry_run import program_of, what_others_say
 from train import train_step

@@ -9,7 +9,7 @@ from program import corpus, settings, trained
 from build import build_run
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from lab.proof.random_tokens import RandomTokens
+from random_tokens import RandomTokens
 from lab.proof.verify.overrides import Overrides
 from lab.proof.verify.tiny_config import tiny_config
 from runtime import garbage

@@ -10,24 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from config.provenance import checkout_files
+
 ROOT = Path(__file__).parents[3]
-
-
-def checkout_files(root: Path) -> list[str]:
-    """Return the files that git tracks or would track, or without git every file that is not hidden."""
-    listing = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=root, capture_output=True, text=True
-    )
-    if (root / ".git").exists() and listing.returncode == 0:
-        return [name for name in listing.stdout.splitlines() if (root / name).is_file()]
-
-    names = []
-    for path in sorted(root.rglob("*")):
-        name = path.relative_to(root)
-        is_hidden = any(part.startswith(".") or part == "__pycache__" for part in name.parts)
-        if path.is_file() and not is_hidden:
-            names.append(str(name))
-    return names
 
 
 @contextlib.contextmanager

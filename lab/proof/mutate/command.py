@@ -22,6 +22,7 @@ from config import ConfigError
 from config.command_line import CommandParser
 from config.parts import part_of
 from lab.proof.mutate import cover, table
+from lab.proof.mutate.cover import footprint_file
 from lab.proof.mutate.checkout import ROOT, copy_checkout
 from lab.proof.mutate.control import Controls
 from lab.proof.mutate.draw import Mutant, draw
@@ -82,12 +83,12 @@ def judge_all(args: argparse.Namespace) -> int:
         print(*(mutant.difference() for mutant in mutants), sep="\n")
         return 0
 
-    if not cover.FOOTPRINTS.exists():
+    if not footprint_file.FOOTPRINTS.exists():
         raise ConfigError(
-            f"{cover.FOOTPRINTS.name}: it is not known which test runs which function; run "
+            f"{footprint_file.FOOTPRINTS.name}: it is not known which test runs which function; run "
             "bash scripts/test.sh --all --record FOLDER and python tests/footprints.py FOLDER first"
         )
-    coverage = cover.CoverageMap(cover.read_footprints(), cover.core_tests())
+    coverage = cover.CoverageMap(footprint_file.read_footprints(), cover.core_tests())
     verdicts = judge_mutants(mutants, coverage, args)
 
     judged = [verdicts[mutant.key] for mutant in mutants if mutant.key in verdicts]

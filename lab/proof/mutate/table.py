@@ -15,7 +15,8 @@ from pathlib import Path
 
 from config import OPTIMIZERS, ConfigError
 from config.parts import part_of
-from lab.proof.mutate.checkout import ROOT, checkout_files
+from config.provenance import checkout_files
+from lab.proof.mutate.checkout import ROOT
 from lab.proof.mutate.control import has_verdict, last_output_line, run_command
 from lab.proof.mutate.draw import Mutant, make_mutant
 from lab.proof.mutate.source import Edit, Source

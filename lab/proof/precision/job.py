@@ -12,7 +12,7 @@ from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from model.router import ExpertsConfig
 from lab.proof.verify.overrides import Overrides
-from lab.proof.verify.tiny_config import arguments, with_sizes
+from config.reading.tiny import arguments, with_sizes
 
 STEPS = 6
 FP16_STEPS = 10  # enough for the loss scale to fall and to grow

@@ -39,9 +39,9 @@ from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
 from lab.proof.lattice import TRUNK_STEPS
 from lab.proof.verify.loop import run_loop
+from config.reading.tiny import SAVED
 from lab.proof.verify.tiny_config import (
     LAST,
-    SAVED,
     SKIPPED,
     has_trunk,
     placed,

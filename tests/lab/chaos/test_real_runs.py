@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.proof.mutate.checkout import checkout_files
+from config.provenance import checkout_files
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 580.0

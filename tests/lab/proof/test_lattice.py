@@ -6,7 +6,7 @@ import random
 import pytest
 
 from lab.proof import lattice
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 
 def found(world, name="llama3-tiny"):

@@ -20,8 +20,8 @@ from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 from runtime.guard import NonFiniteGuard
 from train import train_step

@@ -17,7 +17,7 @@ from parallel.expert.dispatch import rows_of_chunks
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 CPU = torch.device("cpu")
 LINK = 12.0  # of all rows of a layer, one way

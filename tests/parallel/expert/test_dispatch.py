@@ -14,7 +14,7 @@ from parallel.expert.dispatch import Combine, Dispatch, count_choices, plan_disp
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 E, K, D, ROOM = 4, 2, 3, 6
 

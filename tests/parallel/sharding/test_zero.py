@@ -13,8 +13,8 @@ from model.sharding import parallel_dims
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

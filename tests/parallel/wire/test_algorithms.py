@@ -11,7 +11,7 @@ import torch
 import config
 from config.reading.suggestions import check_rules
 from parallel.wire.algorithms import ranks_by_node, start_scatter_sum, start_sum
-from lab.proof.verify.tiny_config import tiny_config
+from config.reading.tiny import tiny_config
 
 SIZE = 64 * 24
 

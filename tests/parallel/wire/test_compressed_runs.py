@@ -27,8 +27,8 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import compress
 from parallel.wire.world import World
 from lab.proof import lattice
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 

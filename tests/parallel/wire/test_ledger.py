@@ -17,8 +17,8 @@ from parallel.topology.mesh import Mesh
 from plan import bytes as wire
 from plan.buckets import buckets, unique_buckets
 from plan.job import job_of_rank
-from lab.proof.random_tokens import RandomTokens
-from lab.proof.verify.tiny_config import tiny_config
+from random_tokens import RandomTokens
+from config.reading.tiny import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
 
