@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lab.benchmarks import small_models
-from lab.benchmarks.interpreted import SMALL_TILES
+from small_tiles import SMALL_TILES
 from kernels import swiglu, triton_
 
 
