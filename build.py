@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,10 @@ from model.shared_keys import widths_between_stages
 from model.split import layers_of_stages
 from model.transformer import PipelineStage
 from optim.base import Optimizer
-from optim.ema import WeightEMA
 from optim.lr import learning_rate_of_run, schedules_of
-from optim.noise import GradientNoiseScale
 from optim.scaler import LossScaler
 from optim.spikes import SpikeState
+from parallel.extras import Extra, Extras
 from parallel.offload import ActivationOffload, copy_stream
 from parallel.pipeline.executor import HiddenShape, Pipeline, WeightGradStore
 from parallel.pipeline.schedule import Op
@@ -59,8 +59,11 @@ from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from runtime.graphs import RecordedPipeline
-from runtime.rerun import StepReruns
+
+if TYPE_CHECKING:  # a run that asks for none of them loads none of them
+    from optim.ema import WeightEMA
+    from optim.noise import GradientNoiseScale
+    from runtime.graphs import RecordedPipeline
 
 Fill = Callable[[list[tuple[Box, Tensor]]], object]  # gives tensors the values of their boxes
 SIZE_MARGIN = 2  # a size of a model beyond this times what is stored is refused before anything is made
@@ -87,10 +90,10 @@ class TrainingRun:
     routers: RouterStates  # what a mixture's routers keep beside their weights
     scaler: LossScaler  # of the loss, in fp16
     spikes: SpikeState  # which steps are not applied (optim.spike_sigma), and which data is left out
-    noise_scale: GradientNoiseScale
-    reruns: StepReruns  # of steps that are computed twice (train.rerun_every, train.rerun_suspects)
-    recording: RecordedPipeline | None = None  # runs in place of the pipeline (train.cuda_graphs)
-    ema: WeightEMA | None = None  # of the master weights (train.ema)
+    extras: Extras  # what a step has beside the plain one
+    noise_scale: "GradientNoiseScale | None" = None  # of these extras, for the log (log.noise_scale)
+    ema: "WeightEMA | None" = None  # of these extras, for checkpoints and evaluations (train.ema)
+    recording: "RecordedPipeline | None" = None  # runs in place of the pipeline (train.cuda_graphs)
     provenance: Tree = field(default_factory=dict)  # what makes the run, for its checkpoints
 
     @property
@@ -104,6 +107,10 @@ class TrainingRun:
     def last_step(self) -> int:
         """The last step of this phase."""
         return self.phases.last_step(self.phase, self.steps)
+
+    def with_extras(self, *extras: Extra) -> "TrainingRun":
+        """The run with these behind its own."""
+        return replace(self, extras=Extras((*self.extras, *extras)))
 
     def learning_rate(self, step: int) -> float:
         """Of step number `step` (from 1), before the factors of single parameters."""
@@ -302,6 +309,8 @@ def build_run(
         offload=ActivationOffload(device, copies) if offloads_activations else None,
     )
     ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
+    spikes = SpikeState(cfg.optim, device, mesh.world)
+    beside = extras_of_step(cfg, made.buckets, mesh, spikes)
 
     return TrainingRun(
         cfg=cfg,
@@ -318,12 +327,54 @@ def build_run(
         steps=steps,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
-        spikes=SpikeState(cfg.optim, device, mesh.world),
-        noise_scale=GradientNoiseScale(cfg.log.noise_scale, made.buckets, mesh),
-        reruns=StepReruns(cfg.train, made.buckets, mesh),
-        recording=RecordedPipeline(pipeline, device) if cfg.train.cuda_graphs else None,
-        ema=WeightEMA(cfg.train.ema, made.buckets, mesh) if cfg.train.ema is not None else None,
+        spikes=spikes,
+        extras=beside.extras,
+        noise_scale=beside.noise_scale,
+        ema=beside.ema,
+        recording=recording_of(pipeline, device, made.buckets) if cfg.train.cuda_graphs else None,
     )
+
+
+class StepExtras(NamedTuple):
+    """What a step has beside the plain one, in the order of the calls; two of them also by name."""
+    extras: Extras
+    noise_scale: "GradientNoiseScale | None"
+    ema: "WeightEMA | None"
+
+
+def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: SpikeState) -> StepExtras:
+    """What the config asks for beside the plain step. train.py adds what the loop has beside it."""
+    extras: list[Extra] = []
+    noise_scale: GradientNoiseScale | None = None
+    ema: WeightEMA | None = None
+
+    is_rerun = cfg.train.rerun_every is not None or cfg.train.rerun_suspects
+    if is_rerun:
+        from runtime.rerun import StepRecorder, StepReruns
+
+        recorder = StepRecorder(cfg.train, buckets, mesh)  # before others send something at judge()
+        extras.append(recorder)
+    if cfg.optim.spike_sigma is not None:
+        extras.append(spikes)
+    if is_rerun:
+        extras.append(StepReruns(cfg.train, recorder, mesh))  # behind what may call a step suspect
+    if cfg.log.noise_scale:
+        from optim.noise import GradientNoiseScale
+
+        noise_scale = GradientNoiseScale(buckets, mesh)
+        extras.append(noise_scale)
+    if cfg.train.ema is not None:
+        from optim.ema import WeightEMA
+
+        ema = WeightEMA(cfg.train.ema, buckets, mesh)
+        extras.append(ema)
+    return StepExtras(Extras(extras), noise_scale, ema)
+
+
+def recording_of(pipeline: Pipeline, device: torch.device, buckets: list[Bucket]) -> "RecordedPipeline":
+    from runtime.graphs import RecordedPipeline
+
+    return RecordedPipeline(pipeline, device, buckets)
 
 
 def optimizer_class(name: str) -> type[Optimizer]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ from model.precision import DTYPES
 from config.reading.schedules import plan_pipeline
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
+from parallel.extras import Gradients, StepResult
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.sharding.replicas import check_replicas
@@ -59,16 +61,15 @@ from runtime import failure, lines, setup
 from runtime import folder as run_folders
 from runtime.console import parameter_count
 from runtime.evaluate import NO_LOSS, loss_report, mean_loss
-from runtime.faults import FaultHook, disturb_grads, disturb_next_sums
+from runtime.faults import FaultHook, Faults
 from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.goodput import GoodputClock
-from runtime.guard import NonFiniteGuard, SpikeRewinds, SpikesPersist
+from runtime.guard import NonFiniteGuard, SpikeRewinds, SpikesPersist, all_finite
 from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
 from runtime.probes import probe
 from runtime.plot import loss_png
 from runtime.profile import ProfilerTrace
-from runtime.rerun import StepNumbers
 from runtime.slow import SlowRanks
 from runtime.stop import StopRequest
 from runtime.summary import summarize_metrics, write_summary
@@ -112,62 +113,37 @@ SKIPPED_STEPS_FP16 = 20
 # ---- one step ----------------------------------------------------------------------------------------------
 
 
-class StepResult(NamedTuple):
-    """Scalars on the device.
-
-    loss: the mean over the counted targets; 0 without any. is_good: a bool; False: the step was skipped.
-    num_targets: the counted targets of all ranks.
-    """
-    loss: Tensor
-    grad_norm: Tensor
-    is_good: Tensor
-    num_targets: Tensor
-
-
-def train_step(
-    run: TrainingRun,
-    step: int,
-    microbatches: list[Microbatch],
-    guard: NonFiniteGuard,
-    grads_ready: Callable[[], None] = lambda: None,
-    begin: Callable[[], None] = lambda: None,
-) -> StepResult:
+def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> StepResult:
     """Optimizer step number `step` (from 1) over the microbatches of this rank. Never waits for the device,
     unless it may be computed again (runtime/rerun.py).
 
     A step is skipped if it is not finite, if it is a spike, or if no target of its batch counts.
-
-    grads_ready: called when the gradients are summed over all ranks; begin: before the forward. In a step
-    that is computed again both are called again.
     """
-    loss_scale = run.scaler.scale  # 1 but in fp16
-
-    def compute() -> StepNumbers:
-        begin()
-        local_microbatches = shard_microbatches(run, microbatches)
-        num_targets = count_targets(local_microbatches, run.mesh)
-        token_scale = loss_scale / num_targets.clamp(min=1)
-        loss = forward_backward(run, local_microbatches, token_scale) / loss_scale
-        finish_grad_reductions(run.buckets, run.mesh)
-        grads_ready()
-        norm = grad_norm(run.buckets, run.mesh, mixture(run.cfg.model) is not None) / loss_scale
-        return StepNumbers(loss, norm, num_targets)
-
-    loss, norm, num_targets = run.reruns.run_first(step, compute)
-    is_finite = guard.is_good_step(loss, norm)
-    has_targets = num_targets > 0
-    is_good = run.spikes.window.accept(loss, norm, is_finite & has_targets)
-    run.reruns.compare(step, compute, is_good | ~has_targets)
-
-    run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_targets, loss_scale)
-    grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
+    compute = partial(compute_gradients, run, step, microbatches)
+    gradients = compute()
+    is_finite = all_finite(gradients.loss, gradients.norm)
+    has_targets = gradients.targets > 0
+    is_good = run.extras.judge(run, step, gradients, good=is_finite & has_targets, again=compute)
+    grad_scale = clip_factor(gradients.norm, run.cfg.optim.clip) / run.scaler.scale
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
-    if run.ema is not None:
-        run.ema.update(is_good)
+    run.extras.weights_updated(run, step, is_good)
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
+    run.routers.update_after_step(is_good, run.scaler.scale)
     run.scaler.adapt(is_finite, has_targets)
-    run.routers.update_after_step(is_good, loss_scale)
-    return StepResult(loss, norm, is_good, num_targets)
+    return StepResult(gradients.loss, gradients.norm, is_good, gradients.targets)
+
+
+def compute_gradients(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> Gradients:
+    """Forward and backward, and the sums of the gradients over the ranks. May be called again for a step."""
+    scale = run.scaler.scale  # 1 but in fp16
+    run.extras.before_gradients(run, step, microbatches)
+    local_microbatches = shard_microbatches(run, microbatches)
+    num_targets = count_targets(local_microbatches, run.mesh)
+    loss = forward_backward(run, local_microbatches, scale / num_targets.clamp(min=1)) / scale
+    finish_grad_reductions(run.buckets, run.mesh)
+    run.extras.gradients_ready(run, step)
+    norm = grad_norm(run.buckets, run.mesh, mixture(run.cfg.model) is not None) / scale
+    return Gradients(loss, norm, num_targets, microbatches)
 
 
 def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list[Microbatch]:
@@ -192,12 +168,9 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     """
     for bucket in run.buckets:
         bucket.grads.start_step()
-        if run.recording is not None:
-            bucket.weights.drop_quantized()  # what a recording repeats begins with quantizing them
     run.routers.start_step()
-    ops = run.schedules[len(microbatches)]
-    pipeline = run.pipeline if run.recording is None else run.recording
-    return pipeline.run(ops, microbatches, token_scale)
+    pipeline = run.recording or run.pipeline
+    return pipeline.run(run.schedules[len(microbatches)], microbatches, token_scale)
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -558,19 +531,11 @@ def run_one_step(session: Session, step: int) -> None:
     observe("step.read", step, batches=microbatches)
 
     # train
-    def begin() -> None:
-        disturb_next_sums(run.buckets, fault=observe("step.compute", step))
-
-    def grads_ready() -> None:
-        disturb_grads(run.buckets, fault=observe("step.backward", step))
-
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
-        loss, norm, is_good, num_targets = train_step(
-            run, step, microbatches, session.guard, grads_ready=grads_ready, begin=begin
-        )
-    if run.reruns.latest is not None:
-        session.log.log_line(run.reruns.latest)
+        loss, norm, is_good, num_targets = train_step(run, step, microbatches)
+    for line in run.extras.take_lines():
+        session.log.log_line(line)
     if step == session.start_step + 1 and session.is_first_rank:
         write_config(run.phases.whole, session.folder)  # it says what was trained: not before a step was
     observe("step.end", step, loss=loss, norm=norm, ok=is_good)
@@ -586,7 +551,7 @@ def run_one_step(session: Session, step: int) -> None:
         data_seconds=data_seconds,
         seconds=time.perf_counter() - started,
         router_stats=run.routers.stats,
-        noise_scale_parts=run.noise_scale.latest,
+        noise_scale_parts=run.noise_scale.latest if run.noise_scale else None,
         comm=clock.collect(),
     )
     session.guard.count_skipped(skipped)
@@ -943,7 +908,7 @@ def begin_phase(
         log.log_line(warning)
     return Session(
         cfg=run.cfg,
-        run=run,
+        run=run.with_extras(Faults(kept["observe"])),
         start_step=step,
         train_data=run.data,
         valid_data=valid_data,
@@ -1001,7 +966,7 @@ def make_session(
         env=env,
         world=world,
         folder=folder,
-        run=run,
+        run=run.with_extras(Faults(observe)),
         start_step=start_step,
         train_data=train_data,
         valid_data=valid_data,

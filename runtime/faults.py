@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from config import ConfigError
+from parallel.extras import Extra
+from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
 from runtime.processes import print_error
@@ -137,6 +139,19 @@ class FaultInjector:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
         elif fault.action == "ENOMEM":
             raise MemoryError(f"injected at {fault.point}, step {step}")
+
+
+class Faults(Extra):
+    """The fault points of a step. observe: the injector, or an observer that may answer as it does."""
+
+    def __init__(self, observe: FaultHook) -> None:
+        self.observe = observe
+
+    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
+        disturb_next_sums(run.buckets, fault=self.observe("step.compute", step))
+
+    def gradients_ready(self, run: Any, step: int) -> None:
+        disturb_grads(run.buckets, fault=self.observe("step.backward", step))
 
 
 def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:

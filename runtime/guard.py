@@ -1,7 +1,7 @@
 """Decides on the device whether a step is finite; the host counts the skipped steps later.
 
 Guarantees
-- `is_good_step` never waits for the device.
+- `all_finite` never waits for the device.
 - A step that is not finite is skipped as a whole (the optimizer leaves weights and states as they are), and
   by every rank alike, because loss and gradient norm are already reduced over the whole world.
 - After `limit` bad steps in a row the run ends with exit code 77; its last good checkpoint stays as it is.
@@ -28,18 +28,19 @@ class SpikesPersist(RuntimeError):
     exit_code = 77
 
 
+def all_finite(loss: Tensor, norm: Tensor) -> Tensor:
+    """Return a bool tensor [] on the device of `norm`: True when both are finite. No host sync."""
+    # each by itself, not their sum: inf - inf is nan, and a sum of finite numbers can overflow
+    loss_is_finite = torch.isfinite(loss.detach()).to(norm.device)
+    return loss_is_finite & torch.isfinite(norm.detach())
+
+
 class NonFiniteGuard:
-    """Judges each step, and counts the bad ones. limit: bad steps in a row that end the run."""
+    """Count the bad steps. limit: bad steps in a row that end the run."""
 
     def __init__(self, limit: int = 5) -> None:
         self.limit = limit
         self.num_bad = 0  # bad steps in a row, as far as the host knows
-
-    def is_good_step(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Returns a bool tensor [] on the device of `norm`: True when both are finite. No host sync."""
-        # each by itself, not their sum: inf - inf is nan, and a sum of finite numbers can overflow
-        loss_is_finite = torch.isfinite(loss.detach()).to(norm.device)
-        return loss_is_finite & torch.isfinite(norm.detach())
 
     def count_skipped(self, skipped: Iterable[int]) -> None:
         """Counts the flags (1: not finite) of the next steps, in order.

@@ -25,7 +25,6 @@ from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
-from runtime.guard import NonFiniteGuard
 from runtime.pool import WorkerPool
 from train import train_step
 
@@ -77,7 +76,7 @@ def begin(world: World, cfg):
 
 def steps(run, data, first: int, last: int) -> list[float]:
     return [
-        train_step(run, s, data.microbatches(s - 1), NonFiniteGuard())[0].item()
+        train_step(run, s, data.microbatches(s - 1))[0].item()
         for s in range(first, last + 1)
     ]
 

@@ -20,7 +20,6 @@ from data import loader
 from parallel.topology.mesh import Mesh
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
@@ -135,7 +134,7 @@ def test_planted_bugs_are_seen(prefix, monkeypatch, name, wrong):
 
 def gradients(cfg) -> list[torch.Tensor]:
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10)
-    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0), NonFiniteGuard())
+    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0))
     return [b.grads.local.clone() for b in run.buckets]
 
 

@@ -10,6 +10,7 @@ import program
 import pytest
 import torch
 from torch import Tensor
+from steps import watched
 
 from build import build_run, load_run
 from config import Config
@@ -24,7 +25,6 @@ from proof.random_tokens import RandomTokens
 from proof.verify.cells import chosen
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks, strict_mode
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 CELLS = (
@@ -90,7 +90,6 @@ def trained(world: World, cfg: Config) -> list[Part]:
     with small_blocks(cfg.train.seq_len), strict_mode(world, True):
         run = build_run(cfg, mesh, torch.device("cpu"), None, lattice.NUM_STEPS)
         batches = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
-        guard = NonFiniteGuard()
         for step in range(1, STEPS + 1):
 
             def note_gradients(step: int = step) -> None:
@@ -98,7 +97,7 @@ def trained(world: World, cfg: Config) -> list[Part]:
                     for box, part in boxes_of(bucket, bucket.grads.local):
                         parts.append((f"step {step}: gradient of {box.key}", box, part.clone()))
 
-            loss, norm, *_ = train_step(run, step, batches.microbatches(step - 1), guard, note_gradients)
+            loss, norm, *_ = train_step(watched(run, note_gradients), step, batches.microbatches(step - 1))
             parts.append((f"step {step}: loss", None, loss))
             parts.append((f"step {step}: norm", None, norm))
             for box, part in run.routers.boxes():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from steps import watched
 
 from build import build_run
 from config import MTPConfig
@@ -19,7 +20,6 @@ from parallel.topology.mesh import Mesh
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
@@ -82,7 +82,7 @@ def gradients(run, batches):
     def grads_ready():
         found.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
 
-    return train_step(run, 1, batches, NonFiniteGuard(), grads_ready)[0].item(), found
+    return train_step(watched(run, grads_ready), 1, batches)[0].item(), found
 
 
 def test_only_training_knows_it():

@@ -23,7 +23,6 @@ from parallel.wire.world import World
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
@@ -200,7 +199,7 @@ def wire(world: World, cfg) -> dict:
     mesh = mesh_of(world, cfg)
     run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
     mesh.ledger.clear()
-    train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
+    train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0))
     return {key[1:]: value for key, value in mesh.ledger.items() if key[0] == "cp"}
 
 
@@ -234,7 +233,7 @@ def words(world: World, cfg) -> list[int]:
     mesh = mesh_of(world, cfg)
     run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
     batches = RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0)
-    train_step(run, 1, batches, NonFiniteGuard())  # generation must leave nothing behind, nor find anything
+    train_step(run, 1, batches)  # generation must leave nothing behind, nor find anything
     ids = list(
         generate(
             run.logits,

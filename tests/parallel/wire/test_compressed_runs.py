@@ -28,7 +28,6 @@ from parallel.wire.world import World
 from proof import lattice
 from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 KINDS = ("int8", "fp8")
@@ -62,7 +61,7 @@ def begin(world: World, cfg):
 
 def go(run, data, first: int, last: int) -> list[float]:
     return [
-        float(train_step(run, s, data.microbatches(s - 1), NonFiniteGuard())[0])
+        float(train_step(run, s, data.microbatches(s - 1))[0])
         for s in range(first, last + 1)
     ]
 
@@ -167,7 +166,7 @@ def poisoned(world: World, cfg):
         BucketGrads.start_reduce = sick
         before = [b.weights.master.clone() for b in run.buckets]
         try:
-            said.append(bool(train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())[2]))
+            said.append(bool(train_step(run, step, data.microbatches(step - 1))[2]))
         finally:
             BucketGrads.start_reduce = reduce
         if step == 2:
@@ -219,7 +218,7 @@ def learned(world: World, cfg):
     for step in range(1, cfg.train.steps + 1):
         run.mesh.ledger.clear()
         losses.append(
-            float(train_step(run, step, text(cfg, step, world.rank, world.size), NonFiniteGuard())[0])
+            float(train_step(run, step, text(cfg, step, world.rank, world.size))[0])
         )
     wire = {
         verb: run.mesh.ledger[group, verb, "bytes"]
