@@ -43,6 +43,17 @@ class StepResult(NamedTuple):
 class Extra:
     """The moments of a step, at which nothing happens. run: the runtime.run.TrainingRun of the phase."""
 
+    # ---- in the loop, before the step ----------------------------------------------------------------------
+
+    def on_resume(self, run: Any, step: int) -> None:
+        """A phase of the run begins behind `step`: at the first start, at a resume, at a boundary."""
+
+    def before_step(self, run: Any, step: int) -> None:
+        """The step begins."""
+
+    def before_read(self, run: Any, step: int) -> None:
+        """The batches are about to be read."""
+
     # ---- in the step ---------------------------------------------------------------------------------------
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
@@ -63,13 +74,56 @@ class Extra:
     def weights_updated(self, run: Any, step: int, good: Tensor) -> None:
         """The optimizer is done, and no updated weight is sent yet. good: whether the step was applied."""
 
+    # ---- in the loop, after the step -----------------------------------------------------------------------
+
+    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+        """The step is made, and not in the log yet."""
+
     def take_lines(self) -> list[str]:
         """Return lines for the log about the step that was computed, each once."""
         return []
 
+    def step_logged(self, run: Any, step: int) -> None:
+        """The log has the step, as a number on the device."""
+
+    def after_step(self, run: Any, step: int) -> int | None:
+        """The step is over. Return the step that the run has gone back to, or None if it goes on."""
+
+    def evaluated(self, run: Any, step: int, *, loss: float | None, ids: list[int]) -> None:
+        """The model was validated. ids: what it wrote."""
+
+    def may_save(self, run: Any, step: int) -> bool:
+        """Return whether a save that is due may be made. The last one of a phase is made in any case."""
+        return True
+
+    def before_save(self, run: Any, step: int) -> None:
+        """The run is about to be saved, on the disk or in memory; all steps were read. May raise."""
+
+    def step_done(self, run: Any, step: int, saved: bool) -> bool:
+        """The step is saved if that was due. Return whether the run is saved, or was compared otherwise."""
+        return saved
+
+    def at_end(self, run: Any) -> None:
+        """The last step is made and saved; the summary is written."""
+
+    def close(self) -> None:
+        """The loop is over, by whatever it ended."""
+
 
 class Extras(tuple[Extra, ...]):
     """All that a run has, in the order of the calls."""
+
+    def on_resume(self, run: Any, step: int) -> None:
+        for extra in self:
+            extra.on_resume(run, step)
+
+    def before_step(self, run: Any, step: int) -> None:
+        for extra in self:
+            extra.before_step(run, step)
+
+    def before_read(self, run: Any, step: int) -> None:
+        for extra in self:
+            extra.before_read(run, step)
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         for extra in self:
@@ -90,8 +144,44 @@ class Extras(tuple[Extra, ...]):
         for extra in self:
             extra.weights_updated(run, step, good)
 
+    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+        for extra in self:
+            extra.step_computed(run, step, result)
+
     def take_lines(self) -> list[str]:
         return [line for extra in self for line in extra.take_lines()]
+
+    def step_logged(self, run: Any, step: int) -> None:
+        for extra in self:
+            extra.step_logged(run, step)
+
+    def after_step(self, run: Any, step: int) -> int | None:
+        answers = [extra.after_step(run, step) for extra in self]
+        return next((back_to for back_to in answers if back_to is not None), None)
+
+    def evaluated(self, run: Any, step: int, *, loss: float | None, ids: list[int]) -> None:
+        for extra in self:
+            extra.evaluated(run, step, loss=loss, ids=ids)
+
+    def may_save(self, run: Any, step: int) -> bool:
+        return all([extra.may_save(run, step) for extra in self])
+
+    def before_save(self, run: Any, step: int) -> None:
+        for extra in self:
+            extra.before_save(run, step)
+
+    def step_done(self, run: Any, step: int, saved: bool) -> bool:
+        for extra in self:
+            saved = extra.step_done(run, step, saved)
+        return saved
+
+    def at_end(self, run: Any) -> None:
+        for extra in self:
+            extra.at_end(run)
+
+    def close(self) -> None:
+        for extra in self:
+            extra.close()
 
 
 class GradientHook(Extra):

@@ -41,12 +41,13 @@ import torch
 from torch import Tensor, nn
 
 import config
-from build import Fill, check_counts, check_size, model_in_parts, tokenizer_of_run, weights_of_rank
 from checkpoint import foreign, hf, hf_config, hf_ranks, hf_tokenizer, state, store
 from checkpoint.families.table import FAMILIES
 from checkpoint.files import remove, storage_errors, sync_dir
 from checkpoint.hf_rules import spell_out
 from checkpoint.tensors_by_name import open_safetensors_folder
+from checkpoint.sizes import check_counts, check_size
+from checkpoint.trained import Fill, model_in_parts, tokenizer_of_run, weights_of_rank
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
 from config.command_line import CommandParser
 from config.reading import CONFIG_FOLDER, build_tree, dump, from_tree, merge, presets

@@ -13,9 +13,10 @@ from ranks import corpus
 from test_resume import run, same_as_clean, weights
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from build import build_run, load_run
+from build import build_run
 from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
+from checkpoint.trained import load_run
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
 from model.sharding import parallel_dims

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from steps import watched
 
-from build import build_run, load_run
+from build import build_run
+from checkpoint.trained import load_run
 from config import Config
 from config.tree import with_values
 from model.sharding import parallel_dims

@@ -2057,7 +2057,7 @@ TABLE = (
     ),
     Mutation(
         what="a checkpoint is written before the updated weights have arrived",
-        file="train.py",
+        file="checkpoint/replicas.py",
         old="    wait_param_gathers(run.buckets)\n    comm.check_collectives(",
         new="    comm.check_collectives(",
         model="llama3-tiny",

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from build import TrainingRun
 from config import Config
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -19,6 +18,7 @@ from parallel.sharding.views import boxes_of
 from parallel.wire import comm, compress
 from parallel.wire.world import World
 from proof.verify.loop import run_loop
+from runtime.run import TrainingRun
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: dtype}
 

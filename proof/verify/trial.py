@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import config
-from build import TrainingRun
 from checkpoint import store
 from config import Config, ConfigError, TrainConfig
 from config.exit_codes import STOPPED_EARLY
@@ -49,6 +48,7 @@ from proof.verify.tiny_config import (
     write_corpora,
 )
 from runtime.pool import WorkerPool
+from runtime.run import TrainingRun
 
 BOUND = 1e-9  # relative error that is allowed
 

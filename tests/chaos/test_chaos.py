@@ -23,7 +23,7 @@ from benchmarks.chaos.start import Ended
 from checkpoint import memory
 from config import ConfigError
 from runtime.faults import parse
-from train import FAULT_POINTS
+from start import FAULT_POINTS
 
 # ---- the draw ----------------------------------------------------------------------------------------------
 

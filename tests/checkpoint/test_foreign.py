@@ -12,11 +12,11 @@ from hf_models import changed
 from safetensors.torch import load_file, save_file
 from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
 
-from build import weights_only
 from checkpoint import foreign, hf, hf_config
 from checkpoint.families.family import Arrangement
 from checkpoint.families.table import FAMILIES
 from checkpoint.tensors_by_name import open_safetensors_folder
+from checkpoint.trained import weights_only
 from config import Config, ConfigError
 from config.reading import defaults
 from model.router import ExpertsConfig

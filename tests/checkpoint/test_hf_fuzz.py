@@ -12,9 +12,9 @@ import torch
 import whole_folder
 from hf_models import FLAT, PATHS, PATTERN, differences, from_flat_keys, with_key
 
-from build import weights_only
 from checkpoint import hf, hf_config
 from checkpoint.families.table import FAMILIES
+from checkpoint.trained import weights_only
 from config import Config, ConfigError
 from config.reading import defaults, merge
 from config.reading.flat import FlatModel

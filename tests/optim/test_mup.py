@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import build
-from build import weights_only
 from checkpoint import hf
+from checkpoint.trained import weights_only
 from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig
 from model import head as loss
 from model.router import ExpertsConfig, with_mlps

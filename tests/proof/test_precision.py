@@ -11,6 +11,7 @@ import torch
 
 import config
 import train
+from checkpoint import replicas
 from config.reading.kinds import KINDS
 from kernels import (
     adam,
@@ -415,7 +416,7 @@ def stale(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
     """record_run(), on ranks that never send what they updated."""
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(BucketWeights, "start_gather_updated", lambda bucket: None)
-        inner.setattr(train, "check_replicas", not_compared)
+        inner.setattr(replicas, "check_replicas", not_compared)
         return record_run(world, cfg, folder, spoilt)
 
 
@@ -438,7 +439,7 @@ def diverging(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
 
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(train, "finish_grad_reductions", planted)
-        inner.setattr(train, "check_replicas", not_compared)
+        inner.setattr(replicas, "check_replicas", not_compared)
         return record_run(world, cfg, folder, spoilt)
 
 

@@ -24,9 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import config
-from build import build_run, load_run
+from build import build_run
 from checkpoint import foreign, hf, hf_config, hf_tokenizer, state, store
 from checkpoint.families.table import FAMILIES
+from checkpoint.trained import load_run
 from config.reading import dump, resolve, split_argv
 from config.tree import with_values
 from data import tokenizer

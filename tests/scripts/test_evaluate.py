@@ -11,8 +11,8 @@ import torch
 from ranks import MODEL, corpus
 from torch.nn.functional import cross_entropy
 
+from checkpoint.trained import load_run
 import train
-from build import load_run
 from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter

@@ -9,8 +9,8 @@ import tokenizers
 import torch
 from ranks import MODEL, SIZES, corpus
 
+from checkpoint.trained import load_run
 import train
-from build import load_run
 from config import ConfigError
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import load_tokenizer

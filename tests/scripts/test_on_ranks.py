@@ -17,8 +17,7 @@ import pytest
 import torch
 from ranks import MODEL, SIZES, corpus, job
 
-import build
-from checkpoint import hf, hf_ranks
+from checkpoint import hf, hf_ranks, trained
 from checkpoint.families.family import Arrangement
 from checkpoint.files import StorageError
 from scripts import convert, evaluate, generate
@@ -292,7 +291,7 @@ def test_other_words_and_a_failure_of_one_rank(home, tmp_path):
 
     def before(rank: int) -> None:
         if rank == 1:
-            build.tokenizer_of_run = fails
+            trained.tokenizer_of_run = fails
 
     end = together(tmp_path / "failure", generate.main, *words, before=before)
     assert all(end.codes) and end.seconds < 30
