@@ -20,9 +20,11 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from checkpoint.disk.files import StorageError, storage_errors
 from config import ConfigError
+from parallel.extras import Extra
 
 NAME = ".lease"
 RENEW_S = 4.0  # heartbeat interval of the holder
@@ -150,6 +152,19 @@ class Lease:
         if not self.is_taken_over():
             with contextlib.suppress(OSError):
                 self.path.unlink()
+
+
+class LeaseCheck(Extra):
+    """Ends the run at a step, or before a save, once another run has taken its folder over."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+
+    def before_step(self, run: Any, step: int) -> None:
+        self.lease.check()
+
+    def before_save(self, run: Any, step: int) -> None:
+        self.lease.check()
 
 
 def is_of_another(folder: Path, flock_works: bool) -> bool:

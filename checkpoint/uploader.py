@@ -11,10 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from checkpoint import mirror
+from checkpoint.state import first_rank_does
 from config import Config
+from parallel.extras import Extra
+from parallel.wire.comm import Group
 from remote.files import RemoteError, reason_of
+from runtime.metrics import MetricsLogger
 
 FINAL_TRIES = 3  # uploads at the end of a run before it ends with an error
 FINAL_WAIT = 2.0  # seconds between them
@@ -128,6 +133,28 @@ class CheckpointUploader:
             if not is_done:
                 raise self.error(f"the last upload is not done after {timeout_s:g} s (checkpoint.timeout_s)")
         raise self.error("the last upload has failed")
+
+
+class UploadReports(Extra):
+    """Prints what happens to uploads. The end of the run waits for the last one."""
+
+    def __init__(self, uploads: CheckpointUploader, log: MetricsLogger) -> None:
+        self.uploads = uploads
+        self.log = log
+
+    def after_step(self, run: Any, step: int) -> None:
+        for line in self.uploads.take_lines():
+            self.log.log_line(line)
+
+    def at_end(self, run: Any) -> None:
+        """Raises RemoteError. Collective."""
+        finish_uploads(self.uploads, run.mesh.world, run.cfg.checkpoint.timeout_s)
+        self.after_step(run, 0)
+
+
+def finish_uploads(uploads: CheckpointUploader, everyone: Group, timeout_s: float) -> None:
+    """Wait until checkpoint.mirror has the newest checkpoint. Collective. Raises RemoteError."""
+    first_rank_does(lambda: uploads.finish(timeout_s), everyone, 2 * timeout_s)
 
 
 def open_uploader(cfg: Config, folder: Path, is_first_rank: bool) -> CheckpointUploader:

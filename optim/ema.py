@@ -13,19 +13,21 @@ not averaged: the average is evaluated with the present ones.
 """
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from config.optimizers import EMA
 from kernels.grad import accumulation_dtype
+from parallel.extras import Extra
 from parallel.offload import CopyStream, copy_stream, staged_chunks
 from parallel.sharding.bucket import Bucket, wait_param_gathers
 from parallel.sharding.views import Moments
 from parallel.topology.mesh import Mesh
 
 
-class WeightEMA:
+class WeightEMA(Extra):
     """averages: of each bucket, flat [owned elements], in fp32 (fp64 of a run in fp64), beside its master."""
 
     def __init__(self, decay: float, buckets: list[Bucket], mesh: Mesh) -> None:
@@ -50,6 +52,9 @@ class WeightEMA:
         """Starts at the present weights."""
         for average, bucket in zip(self.averages, self.buckets):
             average.copy_(bucket.weights.master)
+
+    def weights_updated(self, run: Any, step: int, good: Tensor) -> None:
+        self.update(good)
 
     @torch.no_grad()
     def update(self, is_good: Tensor) -> None:

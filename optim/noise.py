@@ -19,9 +19,13 @@ rank has the whole gradient of a table or of a parameter that is partial over tp
 The cost is one all-reduce of four numbers per step, and no host sync. The estimate of one step is noise;
 runtime/metrics.py smooths both parts.
 """
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from parallel.extras import Extra, Gradients
 from parallel.sharding.bucket import Bucket
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -45,17 +49,24 @@ def noise_scale_estimate(
     return torch.stack([trace, big - trace / big_tokens])
 
 
-class GradientNoiseScale:
-    """Estimates the noise scale of each step.
+class GradientNoiseScale(Extra):
+    """Estimates the noise scale of each step (log.noise_scale).
 
-    latest: [S, |G|^2] of the last step, on the device. None if it had one microbatch, or if not enabled.
+    latest: [S, |G|^2] of the last step, on the device. None if it had one microbatch.
     """
 
-    def __init__(self, enabled: bool, buckets: list[Bucket], mesh: Mesh) -> None:
-        self.enabled = enabled
+    def __init__(self, buckets: list[Bucket], mesh: Mesh) -> None:
         self.buckets = buckets
         self.mesh = mesh
         self.latest: Tensor | None = None
+
+    def judge(
+        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
+    ) -> Tensor:
+        """Estimate the noise scale. It judges nothing: this is when the gradients are not clipped yet."""
+        batches = gradients.batches
+        self.estimate(batches[0].num_counted(), len(batches), gradients.targets, run.scaler.scale)
+        return good
 
     @torch.no_grad()
     def estimate(
@@ -67,7 +78,7 @@ class GradientNoiseScale:
         microbatches: of this rank in the step. loss_scale: the factor of the loss that the gradients contain.
         """
         self.latest = None
-        if not self.enabled or microbatches * self.mesh.dp.size == 1:
+        if microbatches * self.mesh.dp.size == 1:
             return
         dtype = self.buckets[0].grads.local.dtype
         small, big = self.local_squares()

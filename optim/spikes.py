@@ -14,12 +14,14 @@ Guarantees
   number a step, on the device; nothing waits for it.
 - A step that is not finite does not enter the window.
 """
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from config import OptimConfig
+from parallel.extras import Extra, Gradients
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
@@ -80,8 +82,9 @@ class SpikeWindow:
         self.count = torch.full_like(self.count, count)
 
 
-class SpikeState:
-    """The window, and what was left out of the data.
+class SpikeState(Extra):
+    """The window, and what was left out of the data: every checkpoint holds both, also of a run that judges
+    no step (optim.spike_sigma).
 
     left_out: steps of the data (from 0) that no step of the run reads, ascending.
     in_a_row: the steps of the run (from 1) that were the last spikes, with none applied after them.
@@ -92,6 +95,11 @@ class SpikeState:
         self.window = SpikeWindow(cfg, device, everyone)
         self.left_out: list[int] = []
         self.in_a_row: list[int] = []
+
+    def judge(
+        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
+    ) -> Tensor:
+        return self.window.accept(gradients.loss, gradients.norm, good)
 
     def data_step(self, step: int) -> int:
         """The step of the data that step number `step` (from 1) of the run reads, from 0."""

@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from config import ConfigError
+from parallel.extras import Extra, StepResult
+from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
 from runtime.processes import print_error
@@ -137,6 +139,39 @@ class FaultInjector:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
         elif fault.action == "ENOMEM":
             raise MemoryError(f"injected at {fault.point}, step {step}")
+
+
+class Faults(Extra):
+    """The fault points of the loop. observe: the injector, or an observer that may answer as it does."""
+
+    def __init__(self, observe: FaultHook) -> None:
+        self.observe = observe
+        self.has_read = False  # whether the point after reading is behind, in a step that is computed again
+
+    def before_step(self, run: Any, step: int) -> None:
+        self.has_read = False
+        self.observe("step.begin", step)
+
+    def before_read(self, run: Any, step: int) -> None:
+        self.observe("step.load", step)
+
+    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
+        if not self.has_read:
+            self.observe("step.read", step, batches=batches)
+        self.has_read = True
+        disturb_next_sums(run.buckets, fault=self.observe("step.compute", step))
+
+    def gradients_ready(self, run: Any, step: int) -> None:
+        disturb_grads(run.buckets, fault=self.observe("step.backward", step))
+
+    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+        self.observe("step.end", step, loss=result.loss, norm=result.grad_norm, ok=result.is_good)
+
+    def step_logged(self, run: Any, step: int) -> None:
+        self.observe("step.logged", step)
+
+    def evaluated(self, run: Any, step: int, *, loss: float | None, ids: list[int]) -> None:
+        self.observe("eval.end", step, loss=loss, ids=ids)
 
 
 def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:

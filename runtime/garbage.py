@@ -8,13 +8,16 @@ steps. A step leaves no tensor in a cycle (tests/runtime/test_garbage.py): memor
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Any
+
+from parallel.extras import Extra
 
 COLLECT_EVERY = 50  # steps
 
 
 @contextlib.contextmanager
 def collected_between_steps() -> Iterator[None]:
-    """Inside, the collector runs in collect_after_step alone."""
+    """Inside, the collector runs in GarbageCollection alone."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -27,7 +30,9 @@ def collected_between_steps() -> Iterator[None]:
             gc.enable()
 
 
-def collect_after_step(step: int) -> None:
-    """Collects every COLLECT_EVERY steps, counted from the run's first: after a resume too."""
-    if step % COLLECT_EVERY == 0:
-        gc.collect()
+class GarbageCollection(Extra):
+    """Collect every COLLECT_EVERY steps, counted from the run's first: after a resume too."""
+
+    def after_step(self, run: Any, step: int) -> None:
+        if step % COLLECT_EVERY == 0:
+            gc.collect()

@@ -28,8 +28,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from config import ConfigError
 from config.exit_codes import FINISHED
 from config.reading.run_name import STARTS_FILE
+from parallel.extras import Extra
+from runtime import failure
 from runtime.console import duration
 
 LINE_BYTES = 1024  # of a line, with spaces at its end
@@ -249,7 +252,7 @@ def reckon(starts: Sequence[StartRecord], skipped_seconds: float = 0.0) -> Goodp
 # ---- the present start -------------------------------------------------------------------------------------
 
 
-class GoodputClock:
+class GoodputClock(Extra):
     """The present start: call its methods as the run goes on, and end() at its end.
 
     folder: of the run, or None if this rank writes nothing. seconds_before: since this process was started.
@@ -259,6 +262,7 @@ class GoodputClock:
     def __init__(self, folder: Path | None, world: int, seconds_before: float = 0.0) -> None:
         self.began = time.monotonic() - seconds_before
         self.record = StartRecord(time=max(0.0, time.time() - seconds_before), world=world)
+        self.step_began = self.began
         self.earlier: list[StartRecord] = []
         self.fd: int | None = None
         self.offset = 0  # of the line in the file
@@ -297,7 +301,7 @@ class GoodputClock:
     def give_up(self, error: Exception) -> None:
         cause = error.strerror if isinstance(error, OSError) else str(error)
         self.trouble = f"{self.path}: {cause}; later starts do not know of this one"
-        self.close()
+        self.close_file()
 
     @contextlib.contextmanager
     def spending(self, name: str) -> Iterator[None]:
@@ -310,18 +314,18 @@ class GoodputClock:
             self.record = replace(self.record, **{name: spent})
             self.write()
 
-    @contextlib.contextmanager
-    def in_step(self, step: int) -> Iterator[None]:
-        """Around everything that a step does."""
-        began = time.monotonic()
+    def before_step(self, run: Any, step: int) -> None:
+        self.step_began = time.monotonic()
         if self.record.first_step is None:
-            start_up = began - self.began - self.record.validation - self.record.saving
+            start_up = self.step_began - self.began - self.record.validation - self.record.saving
             begun = {"first_step": step, "last_step": step - 1, "start_up": max(0.0, start_up)}
             self.record = replace(self.record, **begun)
             self.write()
-        yield
+
+    def after_step(self, run: Any, step: int) -> None:
         now = time.monotonic()
-        self.record = replace(self.record, last_step=step, in_steps=self.record.in_steps + now - began)
+        in_steps = self.record.in_steps + now - self.step_began
+        self.record = replace(self.record, last_step=step, in_steps=in_steps)
         if now - self.written >= BEAT_SECONDS:
             self.write()
 
@@ -356,7 +360,7 @@ class GoodputClock:
     def end(self, exit_code: int) -> None:
         self.record = replace(self.record, exit_code=exit_code)
         self.write()
-        self.close()
+        self.close_file()
 
     def forget(self) -> None:
         """Takes the line back: nothing was started."""
@@ -365,9 +369,25 @@ class GoodputClock:
                 os.ftruncate(self.fd, self.offset)
                 if self.offset == 0:
                     self.path.unlink()
-        self.close()
+        self.close_file()
 
-    def close(self) -> None:
+    def close_file(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+@contextlib.contextmanager
+def recorded_start(goodput: GoodputClock) -> Iterator[None]:
+    """Records the exit code of a failure inside. Forgets a start that is refused before its first step."""
+    try:
+        yield
+    except ConfigError:
+        if goodput.record.first_step is None:
+            goodput.forget()
+        else:
+            goodput.end(failure.USER_MISTAKE)
+        raise
+    except BaseException as error:
+        goodput.end(failure.code_of(error))
+        raise

@@ -27,6 +27,7 @@ from torch import Tensor
 from parallel.microbatch import Microbatch
 from parallel.pipeline.executor import Pipeline
 from parallel.pipeline.schedule import Op
+from parallel.sharding.bucket import Bucket
 
 # steps before the recording: kernels are compiled, libraries choose theirs and allocate their workspaces
 WARM_UP_STEPS = 2
@@ -35,11 +36,13 @@ WARM_UP_STEPS = 2
 class RecordedPipeline:
     """Runs a pipeline as Pipeline.run does: first itself, then by a recording of that.
 
-    pipeline: of one rank, so a step has the same ops each time.
+    pipeline: of one rank, so a step has the same ops each time. buckets: of its weights, which a recording
+    quantizes itself: what it repeats begins with that.
     """
 
-    def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
+    def __init__(self, pipeline: Pipeline, device: torch.device, buckets: Sequence[Bucket] = ()) -> None:
         self.pipeline = pipeline
+        self.buckets = buckets
         self.device = device
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.steps_run = 0  # with this number of microbatches
@@ -57,6 +60,8 @@ class RecordedPipeline:
 
         Raises ValueError if a microbatch has another shape than in the recording.
         """
+        for bucket in self.buckets:
+            bucket.weights.drop_quantized()
         if len(microbatches) != len(self.batches):
             self.allocate_inputs(ops, microbatches, scale)
         self.copy_inputs(microbatches, scale)

@@ -52,8 +52,8 @@ from runtime.goodput import GoodputClock
 from runtime.lines import MetricsFile, read_metrics, skipped_seconds, steps_without_targets
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
+from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
 from runtime.sinks import Sink
-from runtime.slow import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
 from runtime.summary import SUMMARY_FILE, best_validation
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
@@ -306,7 +306,7 @@ class MetricsLogger:
     def add_spike(self, row: dict[str, Any]) -> None:
         """Keeps for take_spikes() what a row says; a spike has a line of its own on the console."""
         is_spike = bool(row.get("spike"))
-        if is_spike or not row["skipped"]:
+        if self.cfg.optim.spike_sigma is not None and (is_spike or not row["skipped"]):
             self.spikes.append((row["step"], is_spike))
         if is_spike:
             numbers = f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"
@@ -398,7 +398,8 @@ class MetricsLogger:
         step_ms = pending.step_ms()
         exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
         waits = pending.comm.read_by_group() if pending.comm else {}
-        self.shares.append(StepShares(step, step_ms, pending.data_ms, exposed_ms, waits))
+        if self.cfg.log.slow_window is not None and self.env.world > 1:
+            self.shares.append(StepShares(step, step_ms, pending.data_ms, exposed_ms, waits))
 
         phase = self.phases.of_step(step)
         tokens = phase.tokens_seen(step) - phase.tokens_seen(step - 1)

@@ -26,7 +26,7 @@ from parallel.topology.dims import GROUP_AXES
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
-from runtime.slow import slow_link
+from runtime.shares import slow_link
 
 SLOW_RATIO = 3.0
 SLOW_MS = 5.0  # less is noise of clocks

@@ -3,29 +3,30 @@
 Open it in Perfetto or chrome://tracing; it shows whether exchanges overlap with the GEMMs. Other steps run
 without the profiler.
 """
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from config import profiled_steps
+from parallel.extras import Extra, StepResult
+from parallel.microbatch import Microbatch
 
 
-class ProfilerTrace:
-    """`with trace.around(step):` around each step. steps: FIRST:LAST, both included, or None for no trace."""
+class ProfilerTrace(Extra):
+    """Records the steps FIRST:LAST, both included, without reading their data."""
 
-    def __init__(self, steps: str | None, folder: Path, rank: int) -> None:
+    def __init__(self, steps: str, folder: Path, rank: int) -> None:
         self.steps = profiled_steps(steps)
         self.path = folder / f"trace-rank{rank}.json"
         self.profiler: profile | None = None  # while it records
 
-    @contextlib.contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        """Records the step if it is among `steps`; writes the file after the last of them."""
+    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         if step in self.steps and self.profiler is None:
             self.start()
-        yield
+
+    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+        """Write the file after the last of the steps."""
         if self.profiler is not None and step >= self.steps[-1]:
             self.close()
 

@@ -23,12 +23,14 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from config import TrainConfig, is_due
+from parallel.extras import Extra, Gradients
+from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket, wait_param_gathers
 from parallel.sharding.powersgd import CompressionState
 from parallel.sharding.replicas import name_of
@@ -47,124 +49,134 @@ class ComputeDiffers(RuntimeError):
     exit_code = 80
 
 
-class StepNumbers(NamedTuple):
-    """The results of forward and backward beside gradients, scalars on the device.
+class StepRecorder(Extra):
+    """Records the numbers of each step that may be computed again, in every computation of it.
 
-    loss, norm: of the step, without the loss scale. num_targets: those that count in the loss.
-    """
-    loss: Tensor
-    norm: Tensor
-    num_targets: Tensor
-
-
-ComputeStep = Callable[[], StepNumbers]  # runs forward and backward, and sums the gradients
-
-
-class StepReruns:
-    """Runs steps again and compares.
-
-    latest: what the rerun of the last step has shown, for the log, or None if it was not suspect.
+    record: of the computation that is done, or None. begun_with: each bucket's PowerSGD before the first one.
+    It stands before whatever else sends something at judge().
     """
 
     def __init__(self, cfg: TrainConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         self.every = cfg.rerun_every
         self.suspects = cfg.rerun_suspects
         self.buckets = buckets
-        self.mesh = mesh
-        # a ledger of its own: what a step sends is compared with closed forms
-        self.everyone = dataclasses.replace(mesh.world, ledger=Counter())
-        self.latest: str | None = None
-        self.record: NumbersRecord | None = None  # of the run under way
-        self.first: tuple[StepNumbers, NumbersRecord] | None = None  # of the step under way
-        self.begun_with: list[CompressionState | None] = []  # of each bucket's PowerSGD
-        if self.every is not None or self.suspects:
-            for bucket in buckets:
-                bucket.grads.before_sum.append(partial(self.look_at_gradients, bucket))
+        self.activity = mesh.world.activity
+        self.under_way: NumbersRecord | None = None
+        self.record: NumbersRecord | None = None
+        self.begun_with: list[CompressionState | None] = []
+        for bucket in buckets:
+            bucket.grads.before_sum.append(partial(self.look_at_gradients, bucket))
 
-    # ---- what a step calls ---------------------------------------------------------------------------------
-
-    def run_first(self, step: int, compute: ComputeStep) -> StepNumbers:
-        """compute(), recorded if the step may be run again."""
-        self.latest = None
-        self.first = None
+    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
+        """Begin a record, from the weights alone: without what was gathered or made of them before."""
         if not self.suspects and not is_due(self.every, step):
-            return compute()
-        compressions = [bucket.grads.powersgd for bucket in self.buckets]
-        self.begun_with = [None if one is None else one.state() for one in compressions]
-        self.first = self.run_recorded(compute)
-        return self.first[0]
-
-    def compare(self, step: int, compute: ComputeStep, is_good: Tensor) -> None:
-        """Runs the step again if that is due, or if it is suspect on any rank. Collective.
-
-        is_good: a bool scalar; False: the step is not finite or a spike. Raises ComputeDiffers on all ranks.
-        """
-        if self.first is None:
             return
-        is_suspect = self.suspects and self.is_so_anywhere([not bool(is_good)])[0]
-        if is_suspect or is_due(self.every, step):
-            self.compare_runs(step, compute)
-        if is_suspect:
-            self.latest = (
-                f"step {step:,} is not finite or a spike, and was computed again: the same bits everywhere. "
-                "So it is due to the data or the code, or to a device that errs each time in the same way"
-            )
-        self.first = None
-        self.begun_with = []
-
-    # ---- a run ---------------------------------------------------------------------------------------------
-
-    def run_recorded(self, compute: ComputeStep) -> tuple[StepNumbers, NumbersRecord]:
-        """compute() from the weights alone: without what an earlier run has gathered or made of them."""
+        if not self.begun_with:  # the first computation
+            compressions = [bucket.grads.powersgd for bucket in self.buckets]
+            self.begun_with = [None if one is None else one.state() for one in compressions]
         wait_param_gathers(self.buckets)
         for bucket in self.buckets:
             bucket.weights.drop_quantized()
             if bucket.zero == 3:
                 bucket.weights.reshard()
+        self.under_way = self.activity.record = NumbersRecord()
 
-        activity = self.mesh.world.activity
-        record = NumbersRecord()
-        self.record = activity.record = record
-        try:
-            numbers = compute()
-        finally:
-            self.record = activity.record = None
+    def judge(
+        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
+    ) -> Tensor:
+        self.finish(gradients)
+        return good
 
+    def finish(self, gradients: Gradients) -> None:
+        """End the record under way, if there is one: its last entries are what the step came to."""
+        record = self.under_way
+        self.stop()
+        if record is None:
+            return
         for bucket in self.buckets:
             for slot in bucket.slots:
                 start, end = owned_part(bucket, slot.offset, slot.numel)
                 if start < end:
                     record.add_own(f"{GRADIENT}{name_of(slot)}, summed", bucket.grads.local[start:end])
-        record.add_own("the loss", numbers.loss)
-        record.add_own("the gradient norm", numbers.norm)
-        return numbers, record
+        record.add_own("the loss", gradients.loss)
+        record.add_own("the gradient norm", gradients.norm)
+        self.record = record
 
-    def run_again(self, compute: ComputeStep) -> NumbersRecord:
-        """The same step once more."""
+    def stop(self) -> None:
+        self.under_way = self.activity.record = None
+
+    def restore(self) -> None:
+        """Make the state that the step began with the present one."""
         for bucket, state in zip(self.buckets, self.begun_with):
             if bucket.grads.powersgd is not None and state is not None:
                 bucket.grads.powersgd.restore(state)
-        return self.run_recorded(compute)[1]
+
+    def forget(self) -> None:
+        """The step is decided, and not computed again."""
+        self.record = None
+        self.begun_with = []
 
     def look_at_gradients(self, bucket: Bucket, flat: Tensor) -> None:
         """Notes this rank's gradients [size of the bucket], before they are summed."""
-        if self.record is not None:
+        if self.under_way is not None:
             for slot in bucket.slots:
-                self.record.add_own(f"{GRADIENT}{name_of(slot)}", slot.view_in(flat))
+                self.under_way.add_own(f"{GRADIENT}{name_of(slot)}", slot.view_in(flat))
+
+
+class StepReruns(Extra):
+    """Runs steps again and compares. It stands behind whatever else judges a step."""
+
+    def __init__(self, cfg: TrainConfig, recorder: StepRecorder, mesh: Mesh) -> None:
+        self.every = cfg.rerun_every
+        self.suspects = cfg.rerun_suspects
+        self.recorder = recorder
+        # a ledger of its own: what a step sends is compared with closed forms
+        self.everyone = dataclasses.replace(mesh.world, ledger=Counter())
+        self.lines: list[str] = []  # what the rerun of a suspect step has shown
+
+    def judge(
+        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
+    ) -> Tensor:
+        """Run the step again if that is due, or if it is suspect on any rank. Collective.
+
+        A step is suspect if it is not finite or a spike. Raises ComputeDiffers on all ranks.
+        """
+        if self.recorder.record is None:
+            return good
+        is_wrong = ~good & (gradients.targets > 0)
+        is_suspect = self.suspects and self.is_so_anywhere([bool(is_wrong)])[0]
+        if is_suspect or is_due(self.every, step):
+            self.compare_runs(step, self.recorder.record, again)
+        if is_suspect:
+            self.lines.append(
+                f"step {step:,} is not finite or a spike, and was computed again: the same bits everywhere. "
+                "So it is due to the data or the code, or to a device that errs each time in the same way"
+            )
+        self.recorder.forget()
+        return good
+
+    def take_lines(self) -> list[str]:
+        lines, self.lines = self.lines, []
+        return lines
 
     # ---- the comparison ------------------------------------------------------------------------------------
 
-    def compare_runs(self, step: int, compute: ComputeStep) -> None:
+    def run_again(self, again: Callable[[], Gradients]) -> NumbersRecord:
+        """The same step once more."""
+        self.recorder.restore()
+        self.recorder.finish(again())
+        assert self.recorder.record is not None  # as the first computation
+        return self.recorder.record
+
+    def compare_runs(self, step: int, record: NumbersRecord, again: Callable[[], Gradients]) -> None:
         """Runs the step again. Raises ComputeDiffers if that gives other bits, after a third run."""
-        assert self.first is not None  # the step was recorded
-        device = self.buckets[0].grads.local.device
-        record = self.first[1]
+        device = self.recorder.buckets[0].grads.local.device
         first = record.digests(device)
-        second = self.run_again(compute).digests(device)
+        second = self.run_again(again).digests(device)
         if not self.is_so_anywhere([first != second])[0]:
             return
 
-        third = self.run_again(compute).digests(device)
+        third = self.run_again(again).digests(device)
         is_first_other, is_second_other = self.is_so_anywhere([third != first, third != second])
         if not is_second_other:
             which = "a third run is like the second, so the first was wrong"

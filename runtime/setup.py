@@ -15,6 +15,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from config import Config, ConfigError, usable_cores
 from config.provenance import Provenance, describe, read_code, typed
 from config.reading import CONFIG_FOLDER
 from model.router import mixture
-from runtime.faults import FaultInjector, parse
 from runtime.processes import catches, die_with_parent, process_seconds
 from runtime.spares import SPARE_WORD, wait_for_job
 from runtime.tensorboard_sink import check_tensorboard
+
+if TYPE_CHECKING:  # a run without faults loads no injector
+    from runtime.faults import FaultHook
 
 # in the names of environment variables whose values are never written
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -348,12 +351,26 @@ def seed_everything(cfg: Config) -> None:
     torch.manual_seed(cfg.train.seed)
 
 
-def fault_injector(env: LaunchEnv, known: Collection[str] = ()) -> FaultInjector:
-    """The fault hook (runtime/faults.py) with the faults of the variable FAULT.
+def no_fault(point: str, step: int | None = None, /, **seen: object) -> str | None:
+    """The fault hook of a run without faults."""
+
+
+def fault_injector(env: LaunchEnv, known: Collection[str] = ()) -> "FaultHook":
+    """The fault hook (runtime/faults.py) with the faults of the variable FAULT; no_fault without any.
 
     known: all names of fault points. Raises ConfigError if FAULT does not parse or names an unknown point.
     """
-    return FaultInjector(parse(os.environ.get("FAULT", "")), env.rank, known)
+    text = os.environ.get("FAULT", "")
+    if not text:
+        return no_fault
+    from runtime.faults import FaultInjector, parse
+
+    return FaultInjector(parse(text), env.rank, known)
+
+
+def asks_for_faults() -> bool:
+    """Whether FAULT names any fault."""
+    return bool(os.environ.get("FAULT"))
 
 
 # ---- the console and W&B -----------------------------------------------------------------------------------

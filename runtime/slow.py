@@ -21,13 +21,16 @@ ranks: gloo's gather takes as many hops as there are ranks.
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from parallel.extras import Extra
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire import comm
+from runtime.metrics import MetricsLogger
+from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Place, Slow, StepShares, slow_link
 
 SLOW_SHARE = 0.2  # of a step, which a rank or a link must cost before it is named
 LEAST_MS = 2.0  # what is less than this is noise of clocks
@@ -38,48 +41,9 @@ FIRST_HISTORY = 3  # windows, before which nothing is called usual
 TICK_SECONDS = 0.25  # between two looks of a PauseClock
 PAUSE_SECONDS = 1.0  # a gap between two looks that counts as a pause
 
-Place = tuple[str, tuple[int, ...]]  # why, or the name of a group; and ranks
 STAGE = "pipeline_stage"
-COMPUTE, DATA, LINK, STOPPED = "compute", "data", "link", "stopped"
 LINK_GROUPS = tuple(name for name in GROUP_AXES if name != "world")
 COLUMNS = (COMPUTE, DATA, STOPPED, "step", *LINK_GROUPS)
-
-
-@dataclass(frozen=True)
-class StepShares:
-    """Where the time of one step went on this rank, in ms. waits: by group."""
-    step: int
-    step_ms: float
-    data_ms: float
-    exposed_ms: float
-    waits: Mapping[str, float]
-
-    @property
-    def compute_ms(self) -> float:
-        return max(0.0, self.step_ms - self.data_ms - self.exposed_ms)
-
-
-@dataclass(frozen=True)
-class Slow:
-    """A slow rank or link. why: COMPUTE, DATA, LINK or STOPPED.
-
-    ranks: the slow one; of a link those of its group, whose name is `group`. ms: a step; of STOPPED in the
-    whole window. usual_ms: of the others, or before.
-    """
-    why: str
-    ranks: tuple[int, ...]
-    ms: float
-    usual_ms: float = 0.0
-    group: str = ""
-
-    @property
-    def excess_ms(self) -> float:
-        return self.ms - self.usual_ms
-
-    @property
-    def place(self) -> Place:
-        """The key by which it is the same as in the window before."""
-        return self.why, self.ranks
 
 
 class PauseClock:
@@ -240,10 +204,21 @@ class SlowRanks:
             self.pauses.close()
 
 
-def slow_link(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """slow link of ranks 4, 5 on node2. hosts: of all ranks."""
-    own_hosts = dict.fromkeys(hosts[rank] for rank in ranks)
-    return f"slow link of ranks {', '.join(map(str, ranks))} on {', '.join(own_hosts)}"
+class SlowReports(Extra):
+    """Reports what SlowRanks finds, a window at a time."""
+
+    def __init__(self, slow: SlowRanks, log: MetricsLogger) -> None:
+        self.slow = slow
+        self.log = log
+
+    def on_resume(self, run: Any, step: int) -> None:
+        self.slow.begin_phase(run.mesh.dims)
+
+    def after_step(self, run: Any, step: int) -> None:
+        self.log.log_slow(step, *self.slow.add(self.log.take_shares()))
+
+    def close(self) -> None:
+        self.slow.close()
 
 
 def summarize(shares: Sequence[StepShares], stopped_ms: float) -> list[float]:

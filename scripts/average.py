@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
-from build import check_size, weights_only
 from checkpoint import state
-from checkpoint.disk import store
 from checkpoint.branch import find_source
+from checkpoint.disk import store
 from checkpoint.disk.files import remove
+from checkpoint.sizes import check_size
+from checkpoint.trained import weights_only
 from config import Config, ConfigError, Tree, provenance
 from config.command_line import CommandParser
 from config.reading import dump

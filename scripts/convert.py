@@ -41,15 +41,16 @@ import torch
 from torch import Tensor, nn
 
 import config
-from build import Fill, check_counts, check_size, model_in_parts, tokenizer_of_run, weights_of_rank
 from checkpoint import state
 from checkpoint.disk import store
-from checkpoint.hf import tensors as hf, config as hf_config, export as hf_ranks, tokenizer as hf_tokenizer
-from checkpoint.systems import foreign
-from checkpoint.hf.families.table import FAMILIES
 from checkpoint.disk.files import remove, storage_errors, sync_dir
-from checkpoint.hf.rules import spell_out
 from checkpoint.disk.tensors_by_name import open_safetensors_folder
+from checkpoint.hf.families.table import FAMILIES
+from checkpoint.hf.rules import spell_out
+from checkpoint.hf import config as hf_config, export as hf_ranks, tensors as hf, tokenizer as hf_tokenizer
+from checkpoint.sizes import check_counts, check_size
+from checkpoint.systems import foreign
+from checkpoint.trained import Fill, model_in_parts, tokenizer_of_run, weights_of_rank
 from config import Config, ConfigError, ModelConfig, ParallelConfig, Tree, modules_ahead, provenance
 from config.command_line import CommandParser
 from config.reading import CONFIG_FOLDER, build_tree, dump, from_tree, merge, presets

@@ -68,7 +68,6 @@ from plan.record.timeline import BUBBLE, BY_HOST, COPIES, Costs, JobTimeline, ti
 from plan.record.trace import trace_events
 from plan.record.work import Facts
 from runtime.failure import fail_cleanly
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 GIB = 2**30
@@ -290,7 +289,7 @@ def kind_of_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple
 
 def program_of(cfg: Config) -> Program:
     """build_run and train_step, as a recording calls them."""
-    return training_program(cfg, build_run, train_step, NonFiniteGuard())
+    return training_program(cfg, build_run, train_step)
 
 
 # ---- times -------------------------------------------------------------------------------------------------

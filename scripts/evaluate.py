@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
-from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
+from checkpoint.trained import TrainedModel, load_run
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.reading.layout import AskedLayout

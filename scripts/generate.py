@@ -17,8 +17,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
+from checkpoint.trained import TrainedModel, load_run
 from config import ConfigError
 from config.command_line import CommandParser
 from config.reading.layout import AskedLayout

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import config
-from build import TrainingRun, build_run
+from build import build_run
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.reading import resolve
@@ -50,6 +50,7 @@ from plan.plot import draw, text
 from plan.simulate import PEAKS, Span, Timeline, closed_form, share, simulate
 from runtime.failure import fail_cleanly
 from runtime.pool import WorkerPool
+from runtime.run import TrainingRun
 
 Result = TypeVar("Result")
 Picture = tuple[str, Timeline]  # (title, timeline)

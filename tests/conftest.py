@@ -191,7 +191,7 @@ def quick_runs(request):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "loss_png", lambda *_: None)
+        patch.setattr("runtime.closing.loss_png", lambda *_: None)
         patch.setattr("runtime.setup.read_code", code_of_this_process)
         yield
 

@@ -13,18 +13,19 @@ from ranks import corpus
 from test_resume import run, same_as_clean, weights
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from build import build_run, load_run
+from build import build_run
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.saver import CheckpointSaver
+from checkpoint.trained import load_run
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
+from config.reading.tiny import tiny_config
+from lab.proof.verify.trial import prove
 from model.sharding import parallel_dims
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from config.reading.tiny import tiny_config
-from lab.proof.verify.trial import prove
 from scripts import convert, evaluate, generate
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from test_resume import run
 
-import build
 import train
 from checkpoint.disk import store
 from checkpoint.disk.folder import index_bytes, seal_index
+from checkpoint.trained import load_run
 from config import ConfigError
 from runtime import folder as run_folders
 
@@ -149,9 +149,9 @@ def forge(checkpoint, change):
 def test_forged_sizes_are_refused_before_they_are_allocated(home, tmp_path, change):
     shutil.copytree(home / "clean", tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000009"
-    build.load_run(str(checkpoint), torch.device("cpu"))
+    load_run(str(checkpoint), torch.device("cpu"))
     forge(checkpoint, change)
     begun = time.process_time()
     with pytest.raises(ConfigError, match="the two are not of one model"):
-        build.load_run(str(checkpoint), torch.device("cpu"))
+        load_run(str(checkpoint), torch.device("cpu"))
     assert time.process_time() - begun < 1

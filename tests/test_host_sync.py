@@ -27,7 +27,6 @@ from parallel.sharding import spec
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity, Group
 from plan.record.wire import RecordingWire
-from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
 from train import train_step
@@ -116,7 +115,7 @@ def step_once(monkeypatch, *args: str, mesh: Mesh | None = None) -> None:
         ids = torch.zeros(2, 32, dtype=torch.int64)
         batch = Microbatch(ids, ids, ids, docs, torch.arange(2), 1)
     with NoLists(), NoWaiting():
-        train_step(run, 1, [batch, batch], NonFiniteGuard())
+        train_step(run, 1, [batch, batch])
 
 
 # ---- one of several ranks ----------------------------------------------------------------------------------

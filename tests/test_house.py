@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 import config
-from config.reading.kinds import every_path
 from config.provenance import checkout_files
+from config.reading.kinds import every_path
 
 ROOT = pathlib.Path(__file__).parent.parent
 ROOMS = (
@@ -40,8 +40,10 @@ MAY = {  # room or file: what it may import of ours
     "model": {"model", "parallel", "kernels", "config"},
     "reading": {"reading", "model", "parallel", "config"},
     "optim": {"optim", "parallel", "kernels", "config", "reading"},
-    "checkpoint": {"checkpoint", "model", "parallel", "config", "reading", "remote"},
-    "runtime": {"runtime", "model", "parallel", "config", "reading"},
+    "runtime": {"runtime", "data", "optim", "plan", "model", "parallel", "config", "reading"},
+    "checkpoint": {
+        "checkpoint", "runtime", "data", "optim", "model", "parallel", "config", "reading", "remote",
+    },
     "plan": {"plan", "config", "reading", "model", "parallel"},
     "plan.record": {"plan", "config", "reading", "model", "parallel", "kernels"},  # it runs the others
     "build": {*ROOMS, "reading"} - TOOLS,

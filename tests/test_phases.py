@@ -20,16 +20,16 @@ from config import ConfigError
 from config.reading import phases_of, resolve
 from config.reading.phases import check_same_past, first_difference, same_plan
 from config.reading.schedules import plan_pipeline
+from config.reading.tiny import tiny_config
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
+from lab.proof.verify.trial import prove
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.advice import holdings
-from config.reading.tiny import tiny_config
-from lab.proof.verify.trial import prove
+from runtime.advice import advised_on_memory
 from scripts.plan import phase_to_plan
-from start import advised_on_memory
 
 ENDS = (3, 6)  # the last steps of the first two phases
 
@@ -574,8 +574,8 @@ def test_a_failure_while_a_phase_begins_leaves_a_summary(tmp_path):
     """There is no session then that could write it; advice on memory is given once."""
 
     def fail(rank):
-        def begin_phase(cfg, step, start, made, *, world, **_):
-            with advised_on_memory(cfg, world):
+        def begin_phase(services, *_):
+            with advised_on_memory(services.cfg, services.world):
                 raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
         train.begin_phase = begin_phase

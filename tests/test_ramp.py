@@ -11,16 +11,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from random_tokens import RandomTokens
 from ranks import MODEL, corpus, job
 
 from build import build_run, total_steps
 from config import TrainConfig, global_batch_at, global_batch_sizes, sequences_seen, steps_to_see
 from config.reading.schedules import make_schedules, plan_pipeline
+from config.reading.tiny import tiny_config
 from data import loader
 from parallel.topology.mesh import Mesh
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
@@ -135,7 +134,7 @@ def test_planted_bugs_are_seen(prefix, monkeypatch, name, wrong):
 
 def gradients(cfg) -> list[torch.Tensor]:
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10)
-    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0), NonFiniteGuard())
+    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0))
     return [b.grads.local.clone() for b in run.buckets]
 
 

@@ -11,7 +11,9 @@ import torch
 from ranks import MODEL, corpus, job
 
 import train
+from checkpoint import state
 from checkpoint.disk import store
+from checkpoint.replicas import compare_replicas
 from parallel.sharding.replicas import ReplicasDiffer
 from parallel.wire import comm
 from parallel.wire.checksum import checksum
@@ -49,7 +51,7 @@ def flip(session, key, moment=None, weights=False):
             elif moment is None:
                 flat = bucket.weights.master
             else:
-                flat = train.state.moments_of(run)[moment][number]
+                flat = state.moments_of(run)[moment][number]
             if start < end:
                 words = flat[start:start + 1].view({2: torch.int16, 4: torch.int32}[flat.itemsize])
                 words ^= 1 << (2 if flat.itemsize == 2 else 10)
@@ -69,19 +71,19 @@ def planted(flips):
             one_step(session, step)
             if step != 2:
                 return
-            train.compare_replicas(session.run)  # all are sound
+            compare_replicas(session.run)  # all are sound
             for name, (rank, arguments) in flips.items():
                 if own_rank == rank:
                     assert flip(session, **arguments), name
                 told = "nothing"
                 try:
-                    train.compare_replicas(session.run)
+                    compare_replicas(session.run)
                 except ReplicasDiffer as error:
                     told = str(error)
                 print(f"planted {name}: {told}")
                 if own_rank == rank:
                     flip(session, **arguments)
-            train.compare_replicas(session.run)
+            compare_replicas(session.run)
 
         train.run_one_step = changed
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import pytest
 from ranks import corpus
 
+import start
 import train
 from checkpoint.disk import store
 
@@ -149,7 +150,7 @@ def same_as_clean(home: pathlib.Path, name: str) -> None:
 
 
 @pytest.mark.slow(every=21)
-@pytest.mark.parametrize("point", train.FAULT_POINTS)
+@pytest.mark.parametrize("point", start.FAULT_POINTS)
 def test_killed_and_started_again(home, point):
     # step 6 is saved: the writer's points have an older checkpoint (3) to fall back on, and one to purge at 9
     step = {"run.built": 0, "eval.end": 8}.get(point, 9 if "purge" in point else 6)

@@ -16,14 +16,15 @@ from ranks import MODEL, corpus, job
 import train
 from checkpoint import state
 from checkpoint.disk import store
+from checkpoint.rewind import SpikeRewinds, SpikesPersist
 from config import ConfigError
 from config.reading import resolve
 from config.reading.suggestions import check_rules
 from config.schema import OptimConfig
 from data.loader import BatchLoader
 from optim.spikes import SpikeState, SpikeWindow
+from parallel.sharding.bucket import wait_param_gathers
 from parallel.wire.comm import Group
-from runtime.guard import SpikeRewinds, SpikesPersist
 from runtime.metrics import MetricsLogger
 
 STEPS = 12
@@ -44,7 +45,7 @@ def prefix(tmp_path_factory):
 
 def digest(run):
     """Of all that a step may change: weights, masters, moments."""
-    train.wait_param_gathers(run.buckets)
+    wait_param_gathers(run.buckets)
     flats = [bucket.weights.master for bucket in run.buckets]
     flats += [b.weights.full for b in run.buckets if b.weights.full is not None]
     flats += [flat for moments in state.moments_of(run).values() for flat in moments]

@@ -9,22 +9,23 @@ import functools
 import program
 import pytest
 import torch
+from random_tokens import RandomTokens
+from steps import watched
 from torch import Tensor
 
-from build import build_run, load_run
+from build import build_run
+from checkpoint.trained import load_run
 from config import Config
+from config.reading.tiny import NUM_STEPS, tiny_config
 from config.tree import with_values
+from lab.proof import lattice
+from lab.proof.verify.cells import chosen
+from lab.proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks, strict_mode
 from model.sharding import parallel_dims
 from parallel.sharding.boxes import Box
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from lab.proof import lattice
-from random_tokens import RandomTokens
-from lab.proof.verify.cells import chosen
-from config.reading.tiny import NUM_STEPS, tiny_config
-from lab.proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks, strict_mode
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 CELLS = (
@@ -90,7 +91,6 @@ def trained(world: World, cfg: Config) -> list[Part]:
     with small_blocks(cfg.train.seq_len), strict_mode(world, True):
         run = build_run(cfg, mesh, torch.device("cpu"), None, NUM_STEPS)
         batches = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
-        guard = NonFiniteGuard()
         for step in range(1, STEPS + 1):
 
             def note_gradients(step: int = step) -> None:
@@ -98,7 +98,7 @@ def trained(world: World, cfg: Config) -> list[Part]:
                     for box, part in boxes_of(bucket, bucket.grads.local):
                         parts.append((f"step {step}: gradient of {box.key}", box, part.clone()))
 
-            loss, norm, *_ = train_step(run, step, batches.microbatches(step - 1), guard, note_gradients)
+            loss, norm, *_ = train_step(watched(run, note_gradients), step, batches.microbatches(step - 1))
             parts.append((f"step {step}: loss", None, loss))
             parts.append((f"step {step}: norm", None, norm))
             for box, part in run.routers.boxes():

@@ -12,8 +12,6 @@ import torch
 
 from checkpoint import state
 from checkpoint.disk import store
-from checkpoint.hf import tensors as hf
-from checkpoint.hf.families.table import FAMILIES
 from checkpoint.disk.files import (
     DIGESTS,
     WRITTEN_DIGEST,
@@ -24,7 +22,9 @@ from checkpoint.disk.files import (
     range_is,
     read_header,
 )
+from checkpoint.hf.families.table import FAMILIES
 from checkpoint.hf.tensors import HFTensor, Piece
+from checkpoint.hf import tensors as hf
 from config import ModelConfig
 from parallel.sharding.boxes import Box
 

@@ -76,7 +76,6 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     from parallel.sharding import spec
     from parallel.topology.mesh import Mesh
     from parallel.microbatch import Microbatch
-    from runtime.guard import NonFiniteGuard
     from train import train_step
 
     train_keys = {
@@ -97,7 +96,6 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     if device == "cuda":
         spec.draw_normal = lambda box, out, seed, std: out.normal_(0.0, std)
     run = build_run(cfg, Mesh.single(), torch.device(device), None, 1000)
-    guard = NonFiniteGuard()
     step_numbers = itertools.count(1)
     sequence_ids = torch.arange(shape.batch, device=device)
     positions = token_positions(shape, device).expand(shape.batch, -1)
@@ -108,7 +106,7 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         number = next(step_numbers)
         batch = Microbatch(tokens, targets, positions, documents, sequence_ids, number)
-        loss = train_step(run, number, [batch], guard).loss
+        loss = train_step(run, number, [batch]).loss
         return loss
 
     return step, sum(slot.numel for bucket in run.buckets for slot in bucket.slots)

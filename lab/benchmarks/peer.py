@@ -80,7 +80,6 @@ def ours(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tuple[Tr
     from parallel.microbatch import Microbatch
     from parallel.topology.dims import ParallelDims
     from parallel.topology.mesh import Mesh
-    from runtime.guard import NonFiniteGuard
     from train import train_step
 
     train_keys = {
@@ -100,13 +99,12 @@ def ours(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tuple[Tr
     cfg = config.reading.build_tree(config.Config, tree)
     mesh = Mesh.bind(ParallelDims(ranks.size, tp=cfg.parallel.tp), ranks.join())
     run = build_run(cfg, mesh, torch.device("cpu"), None, 1000)
-    guard = NonFiniteGuard()
     step_numbers = itertools.count(1)
     positions = torch.arange(shape.seq).expand(shape.batch, -1)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         batch = Microbatch(tokens, targets, positions)
-        loss = train_step(run, next(step_numbers), [batch], guard).loss
+        loss = train_step(run, next(step_numbers), [batch]).loss
         return loss
 
     return step, sum(slot.numel for bucket in run.buckets for slot in bucket.slots)

@@ -21,19 +21,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import train
-from lab.benchmarks.jobs import Report
-from build import TrainingRun, with_vocab
+from build import with_vocab
 from config import ConfigError
 from config.reading import resolve
 from data.loader import open_loader
 from kernels import triton_
+from lab.benchmarks.jobs import Report
 from parallel.sharding.views import boxes_of
-from runtime import setup
+from runtime.run import TrainingRun
 
 STEPS = 5
 TINY_STEPS = 2
@@ -166,12 +167,8 @@ class GradientRecorder:
 def steps_of(argv: list[str], folder: Path, name: str, num_steps: int) -> TrainedSteps:
     """Train, and return the values to compare."""
     recorder = GradientRecorder((1, num_steps))
-    make_injector = setup.fault_injector
-    setup.fault_injector = lambda *_: recorder.observe
-    try:
+    with mock.patch.object(train, "fault_hook", lambda env: recorder.observe):
         code = train.main([*argv, "--log.dir", str(folder), "--log.name", name])
-    finally:
-        setup.fault_injector = make_injector
     assert code == 0, f"train.py ended with exit code {code}"
 
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]

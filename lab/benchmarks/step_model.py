@@ -57,7 +57,6 @@ from plan.record.rates import (
 )
 from plan.record.role import RoleRecord, microbatch, record_steps, training_program
 from plan.record.work import PARTS, Facts, JudgedLaunch, judge
-from runtime.guard import NonFiniteGuard
 from runtime.setup import peak_flops_of_gpu
 from train import train_step
 
@@ -163,7 +162,7 @@ def record_step(
     cfg: Config, recorder: Recorder, device: torch.device, lengths: Sequence[int] = ()
 ) -> RoleRecord:
     """The second step: what is done once is done in the first."""
-    program = training_program(cfg, build_run, train_step, NonFiniteGuard())
+    program = training_program(cfg, build_run, train_step)
 
     def batches(step: int) -> list[Microbatch]:
         return [microbatch(cfg, device, step - 1, lengths)]

@@ -26,11 +26,14 @@ from typing import Any
 from unittest import mock
 
 import runtime  # noqa: F401  before torch (see there)
+import start
 import train
-from lab.benchmarks.corpus import write_corpus
-from lab.benchmarks.markdown import markdown_table
+from checkpoint import replicas
 from checkpoint.lease import Lease
 from config import CheckpointConfig, ConfigError, LogConfig
+from lab.benchmarks.corpus import write_corpus
+from lab.benchmarks.markdown import markdown_table
+from runtime.garbage import GarbageCollection
 from runtime.slow import SlowRanks
 
 ROOT = Path(__file__).parents[2]
@@ -110,22 +113,23 @@ def timed(report: RankCosts, name: str, work: Callable[..., Any]) -> Callable[..
 def watched(report: RankCosts) -> Iterator[None]:
     """Record what the program's checks cost inside."""
 
-    def step_done(step: int) -> None:
+    def step_done(collection: GarbageCollection, run: object, step: int) -> None:
         now = time.perf_counter()
         report.steps.append(now - last_end[0])
         last_end[0] = now
-        collect_after_step(step)
+        collect_after_step(collection, run, step)
 
     last_end = [time.perf_counter()]
-    collect_after_step = train.collect_after_step
+    collect_after_step = GarbageCollection.after_step
     owners = {"SlowRanks": SlowRanks, "Lease": Lease}
+    places = {"compare_replicas": replicas, "probe_run_folder": start, "probe": start}
     with contextlib.ExitStack() as stack:
         for name in WATCHES:
             owner, _, method = name.rpartition(".")
-            place = owners.get(owner, train)
+            place = owners.get(owner) or places.get(method, train)
             work = getattr(place, method)
             stack.enter_context(mock.patch.object(place, method, timed(report, name, work)))
-        stack.enter_context(mock.patch.object(train, "collect_after_step", step_done))
+        stack.enter_context(mock.patch.object(GarbageCollection, "after_step", step_done))
         yield
 
 

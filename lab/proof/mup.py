@@ -28,6 +28,7 @@ from config.reading import resolve
 from config.reading.suggestions import check_rules
 from config.tree import with_values
 from kernels.linear import linear
+from lab.proof.verify.overrides import Overrides, check_reached
 from model.attention import Attention
 from model.block import TransformerBlock
 from model.delta import KimiDeltaAttention
@@ -40,8 +41,6 @@ from model.router import ExpertsConfig, Router, mixture, with_mlps
 from model.transformer import PipelineStage
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
-from lab.proof.verify.overrides import Overrides, check_reached
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, ...]], None]
@@ -223,11 +222,10 @@ def values_at(
 def measure(cfg: Config) -> dict[str, tuple[float, float]]:
     """{kind: (mean |coordinate|, mean |its change|)} after STEPS steps of training."""
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), data=None, steps=STEPS)
-    guard = NonFiniteGuard()
     probe = batch(cfg.train.seed, 0)
     before = activations(run.stages[0], probe)
     for step in range(1, STEPS + 1):
-        train_step(run, step, [batch(cfg.train.seed, step)], guard)
+        train_step(run, step, [batch(cfg.train.seed, step)])
     after = activations(run.stages[0], probe)
 
     measured: dict[str, tuple[float, float]] = {}

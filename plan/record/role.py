@@ -19,6 +19,7 @@ import torch
 from config import Config, ParallelConfig
 from config.reading.schedules import schedule_of
 from kernels.attention_mask import DocumentCounts
+from parallel.extras import GradientHook
 from parallel.microbatch import Microbatch
 from parallel.pipeline.executor import Pipeline
 from parallel.pipeline.schedule import Op, Schedule
@@ -53,10 +54,10 @@ class Program(NamedTuple):
 
 
 def training_program(
-    cfg: Config, build_run: Callable[..., Any], train_step: Callable[..., object], guard: object
+    cfg: Config, build_run: Callable[..., Any], train_step: Callable[..., object]
 ) -> Program:
     """Return the program of a config, given build.py's build_run and train.py's train_step, which plan/ does
-    not import, and `guard`, a runtime.guard.NonFiniteGuard."""
+    not import."""
 
     def build(mesh: Mesh, device: torch.device) -> Any:
         run = build_run(cfg, mesh, device, None, HORIZON)
@@ -66,7 +67,7 @@ def training_program(
         return run
 
     def step(run: Any, number: int, microbatches: list[Microbatch], grads_ready: Callable[[], None]) -> None:
-        train_step(run, number, microbatches, guard, grads_ready=grads_ready)
+        train_step(run.with_extras(GradientHook(grads_ready)), number, microbatches)
 
     return Program(build, step)
 

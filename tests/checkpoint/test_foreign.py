@@ -12,12 +12,12 @@ from hf_models import changed
 from safetensors.torch import load_file, save_file
 from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
 
-from build import weights_only
-from checkpoint.hf import tensors as hf, config as hf_config
-from checkpoint.systems import foreign
+from checkpoint.disk.tensors_by_name import open_safetensors_folder
 from checkpoint.hf.families.family import Arrangement
 from checkpoint.hf.families.table import FAMILIES
-from checkpoint.disk.tensors_by_name import open_safetensors_folder
+from checkpoint.hf import config as hf_config, tensors as hf
+from checkpoint.systems import foreign
+from checkpoint.trained import weights_only
 from config import Config, ConfigError
 from config.reading import defaults
 from model.router import ExpertsConfig

@@ -11,7 +11,7 @@ import torch
 from test_model_keys import CASES, ELSEWHERE, OTHER_KINDS, SIZE, TRAIN, Case
 
 import config.reading
-from build import weights_only
+from checkpoint.trained import weights_only
 from config import ConfigError, ModelConfig
 from config.reading import from_tree, function, merge
 from config.reading.kinds import every_path

@@ -101,7 +101,7 @@ def test_every_number_has_one_range():
 def test_a_number_below_its_range_is_refused_first(key):
     keys = {} if has_path(BASE, key) else WITH_PART.get(key) or WITH_PART[key.rpartition(".")[0]]
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: -1(\.0)? must "):
-        train.plan_pipeline(changed(having(**keys), key, -1), 1)
+        plan_pipeline(changed(having(**keys), key, -1), 1)
 
 
 EIGHT = {"train__dtype": "fp8"}

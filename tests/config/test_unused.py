@@ -15,6 +15,7 @@ import train
 from config import Config, ConfigError
 from config.reading import recipes, resolve, rules, split_argv, unused
 from config.reading.kinds import every_path
+from config.reading.schedules import plan_pipeline
 from config.schema import OptimConfig
 from config.tree import has_path, is_below, value_at
 from data.blend import parse_blend
@@ -161,7 +162,7 @@ def test_each_row_refuses_or_notes_its_keys_and_lets_them_pass_where_they_count(
 def test_the_rules_refuse_the_rest(path):
     cfg = resolved(f"--{path} {RULED[path]} --model.vocab 500")
     with pytest.raises(ConfigError, match=path.split(".")[1]):
-        train.plan_pipeline(cfg, 2)
+        plan_pipeline(cfg, 2)
 
 
 @pytest.mark.parametrize("name", recipes())

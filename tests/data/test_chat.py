@@ -587,7 +587,7 @@ def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
     """A Llama of transformers, imported and run by us on what the loader reads; its labels are -100 where the
     marks of its own template say that a token does not count."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    from build import load_run
+    from checkpoint.trained import load_run
     from scripts import convert
 
     home = with_template(folder, tmp_path / "t", CHATML)

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
+from steps import watched
 
 from build import build_run
 from config import ChannelMixer, Config
+from config.reading.tiny import tiny_config
 from kernels import grouped_gemm, linear, triton_
 from model.router import ExpertsConfig, with_mlps
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 SMALL = {"M": 16, "N": 16, "K": 16}
@@ -50,7 +50,7 @@ def seen(cfg: Config) -> dict[str, torch.Tensor]:
         )
 
     batches = RandomTokens(cfg, 0, 1).microbatches(0)
-    made["loss"], made["norm"], *_ = train_step(run, 1, batches, NonFiniteGuard(), gradients)
+    made["loss"], made["norm"], *_ = train_step(watched(run, gradients), 1, batches)
     return made | {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
 
 

@@ -4,10 +4,10 @@ of each weight and of the input. Theirs compute within the rule in fp32."""
 import pytest
 import torch
 
-import train
 from build import build_run
 from config import ConfigError
 from config.reading import resolve
+from config.reading.schedules import plan_pipeline
 from model.context import GenerationCache, forward_context
 from model.flops import flops_of_parts
 from parallel.sharding.views import boxes_of
@@ -218,7 +218,7 @@ def test_a_layout_that_cannot_divide_it_is_refused():
     words = [f"--{key}={value}" for key, value in SETTINGS.items()]
     cfg = resolve("llama2-tiny", None, [*words, "--model.mlp.width=48", "--parallel.tp=4"])
     with pytest.raises(ConfigError, match="parallel.tp: 4 does not divide model.mixer.key_heads=2"):
-        train.plan_pipeline(cfg, 4)
+        plan_pipeline(cfg, 4)
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=("whole", "documents"))

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
+from steps import watched
 
 import config
 from build import build_run
 from config.reading import build_tree
+from config.reading.tiny import tiny_config
 from config.tree import with_values
 from model.moe import MoE
 from model.router import ROUTER_STATS, CapacityConfig, ExpertsConfig, Router, RouterInputs
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 E, K, D = 8, 3, 12
@@ -200,7 +200,7 @@ def gradients(name, micro_batch, **experts):
     def grads_ready():
         kept.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
 
-    train_step(run, 1, data.microbatches(0), NonFiniteGuard(), grads_ready)
+    train_step(watched(run, grads_ready), 1, data.microbatches(0))
     return kept, run
 
 
@@ -239,7 +239,7 @@ def test_experts_without_tokens_are_updated_all_the_same():
     def grads_ready():
         kept.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
 
-    train_step(run, 1, data.microbatches(0), NonFiniteGuard(), grads_ready)
+    train_step(watched(run, grads_ready), 1, data.microbatches(0))
     o, lr = run.cfg.optim, run.learning_rate(1)
     after = {box.key: part for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
     for e in range(8):
@@ -260,7 +260,7 @@ def test_a_router_that_sees_nan_skips_the_step_and_changes_nothing(name):
     kept = [
         t.clone() for t in (*(b.weights.master for b in run.buckets), *(t for _, t in run.routers.boxes()))
     ]
-    _, norm, ok, _ = train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+    _, norm, ok, _ = train_step(run, 1, data.microbatches(0))
     assert not ok and norm.isnan()
     now = [*(b.weights.master for b in run.buckets), *(t for _, t in run.routers.boxes())]
     assert all(
@@ -276,13 +276,13 @@ def test_a_router_that_sees_nan_skips_the_step_and_changes_nothing(name):
 
 def test_biases_move_against_the_load_and_loads_are_kept():
     run, data = made("dots1-tiny")
-    train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+    train_step(run, 1, data.microbatches(0))
     for r, told in zip(run.routers.local_routers, run.routers.stats):
         counts = told[:8]
         assert torch.equal(r.bias, 0.01 * torch.sign(counts.mean() - counts))
         assert counts.sum() == 3 * sum(b.num_counted() for b in data.microbatches(0))
     run, data = made("qwen3-moe-tiny")
-    train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+    train_step(run, 1, data.microbatches(0))
     for r, told in zip(run.routers.local_routers, run.routers.stats):
         assert torch.allclose(r.load, told[:8] * 8 / told[:8].sum()) and r.load.sum() == pytest.approx(8)
 

@@ -7,19 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
+from steps import watched
 from torch.nn.functional import cross_entropy
 
 from build import build_run
 from config import MTPConfig
+from config.reading.tiny import tiny_config
+from lab.proof.verify.trial import prove
 from model.mlp import MLPConfig
 from parallel.context.zigzag import shard_batch, token_positions
 from parallel.microbatch import Microbatch
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from lab.proof.verify.trial import prove
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
@@ -82,7 +82,7 @@ def gradients(run, batches):
     def grads_ready():
         found.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
 
-    return train_step(run, 1, batches, NonFiniteGuard(), grads_ready)[0].item(), found
+    return train_step(watched(run, grads_ready), 1, batches)[0].item(), found
 
 
 def test_only_training_knows_it():
@@ -112,7 +112,8 @@ def test_gradients_are_those_of_transformers_modules(tied):
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip(f"transformers {transformers.__version__} has no modules for multi-token prediction")
-    from checkpoint.hf import tensors as hf, config as hf_config
+    from checkpoint.hf import config as hf_config
+    from checkpoint.hf import tensors as hf
 
     run, depth = run_of(2, 0.6, tied=tied, vocab=128), 2
     m = run.cfg.model

@@ -9,19 +9,19 @@ import pytest
 import torch
 
 import build
-from build import weights_only
 from checkpoint.hf import tensors as hf
+from checkpoint.trained import weights_only
 from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig, layer_models
+from config.reading.tiny import tiny_config
+from lab.proof import mup as coord
+from lab.proof.verify.tiny_config import placed, write_corpora
+from lab.proof.verify.trial import reference_values, single_process
 from model import head as loss
 from model.router import ExpertsConfig, with_mlps
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from lab.proof import mup as coord
-from config.reading.tiny import tiny_config
-from lab.proof.verify.tiny_config import placed, write_corpora
-from lab.proof.verify.trial import reference_values, single_process
 
 CPU = torch.device("cpu")
 LR, DECAY, M = 0.01, 0.1, 4.0

@@ -23,6 +23,7 @@ import train
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from parallel.sharding.views import boxes_of
+from runtime import closing
 from runtime.experts import ExpertLoadMap
 from runtime.failure import fail_cleanly
 
@@ -201,7 +202,7 @@ def child(seen_file: pathlib.Path, log: pathlib.Path, args: list[str]) -> None:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        train.loss_png = ExpertLoadMap.draw = lambda *rest: (
+        closing.loss_png = ExpertLoadMap.draw = lambda *rest: (
             None
         )  # a second of every run, and no part of the proof
         inner = train.train

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
 
 import optim.adamw
 from build import build_run
+from config.reading.tiny import tiny_config
 from kernels.adam import adamw
 from parallel.offload import (
     MIN_BYTES,
@@ -19,9 +21,6 @@ from parallel.offload import (
     staged_chunks,
 )
 from parallel.topology.mesh import Mesh
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 CPU = torch.device("cpu")
@@ -62,7 +61,7 @@ def test_states_that_stay_on_the_device_are_not_copied(monkeypatch, offload, in_
         optim.adamw, "staged_chunks", lambda hosts, *how: copied.append(hosts) or staged_chunks(hosts, *how)
     )
     run = build_run(cfg, Mesh.single(), CPU, None, 2)
-    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0), NonFiniteGuard())
+    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0))
     assert bool(copied) == in_chunks
 
 

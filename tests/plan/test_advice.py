@@ -18,6 +18,7 @@ from plan import advice
 from plan.advice import GIB, find_savings, holdings, memory_advice
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.search import TRANSIENT_BYTES, held_bytes, job_of
+from runtime import evaluate
 
 GPU = Gpu("h100")
 BESIDE = reserved_bytes(GPU) + TRANSIENT_BYTES
@@ -134,7 +135,7 @@ OUT_OF_HOST = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate m
     (start, "build_run", OUT_OF_CUDA),
     (train, "forward_backward", OUT_OF_CUDA),
     (train, "finish_grad_reductions", OUT_OF_HOST),
-    (train, "mean_loss", MemoryError()),  # an evaluation
+    (evaluate, "mean_loss", MemoryError()),  # an evaluation
 ])
 def test_a_rank_without_memory_ends_the_job_with_advice(tmp_path, module, where, error):
     def full(*args, **named):

@@ -8,15 +8,16 @@ import pytest
 import torch
 
 import config
-from build import make_buckets, make_stages
+from build import make_buckets
 from config import MupConfig
 from config.reading import resolve
 from config.reading.schedules import plan_pipeline
+from config.reading.tiny import tiny_config
 from model.sharding import parallel_dims
+from model.stages import make_stages
 from parallel.topology.mesh import Mesh
 from plan.buckets import buckets, unique_buckets
 from plan.job import job_of_rank
-from config.reading.tiny import tiny_config
 
 LAYOUTS = [
     dict(zero=1),

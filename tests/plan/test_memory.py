@@ -6,11 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
+import steps
 import torch
+from random_tokens import RandomTokens
 
 from build import build_run
 from config import OPTIMIZERS
 from config.reading import resolve
+from config.reading.tiny import tiny_config
 from config.tree import with_values
 from model.describe import describe_stage
 from model.sharding import parallel_dims
@@ -22,9 +25,6 @@ from plan.record.events import OpBegins
 from plan.record.launches import CHIPS
 from plan.record.memory import curve_of
 from plan.record.role import record_role
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from scripts.dry_run import program_of, what_others_say
 from train import train_step
 
@@ -50,7 +50,7 @@ def held(world, cfg):
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
     microbatches = data.microbatches(0)
-    train_step(run, 1, microbatches, NonFiniteGuard())
+    train_step(run, 1, microbatches)
     every = run.buckets
     averages = [] if run.ema is None else run.ema.averages
     state, offloaded = (
@@ -122,9 +122,10 @@ def copied_for_a_rerun(world, cfg):
     seen = []
 
     def look():
-        seen.append(stores([one.error for one in run.reruns.begun_with if one is not None]))
+        begun_with = [one for extra in run.extras for one in getattr(extra, "begun_with", ())]
+        seen.append(stores([one.error for one in begun_with if one is not None]))
 
-    train_step(run, 1, microbatches, NonFiniteGuard(), look)
+    train_step(steps.watched(run, look), 1, microbatches)
     for bucket in run.buckets:
         bucket.weights.wait_unshard()
     return max(seen)
@@ -362,7 +363,7 @@ def passing(world, cfg):
         for of, name in ((b.grads, "allocate"), (b.weights, "start_unshard"), (b.grads, "start_reduce")):
             setattr(of, name, watched(getattr(of, name), whole))
     tokens = RandomTokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
-    train_step(run, 1, tokens.microbatches(0), NonFiniteGuard())
+    train_step(run, 1, tokens.microbatches(0))
     for b in run.buckets:
         b.weights.wait_unshard()
     return whole.peak
@@ -404,7 +405,7 @@ def kept_in_eight_bits(world, cfg):
         b.weights.reshard = looked_at_first(b.weights.reshard)
         b.weights.start_gather_updated = looked_at_first(b.weights.start_gather_updated)
     tokens = RandomTokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
-    train_step(run, 1, tokens.microbatches(0), NonFiniteGuard())
+    train_step(run, 1, tokens.microbatches(0))
     return max(sizes), kept()
 
 

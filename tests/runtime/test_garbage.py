@@ -5,15 +5,14 @@ import gc
 import pytest
 import torch
 from program import corpus, settings, trained
+from random_tokens import RandomTokens
 
 from build import build_run
-from parallel.topology.mesh import Mesh
-from parallel.wire.world import World
-from random_tokens import RandomTokens
 from lab.proof.verify.overrides import Overrides
 from lab.proof.verify.tiny_config import tiny_config
+from parallel.topology.mesh import Mesh
+from parallel.wire.world import World
 from runtime import garbage
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 STEPS = 6
@@ -79,12 +78,12 @@ def test_a_step_leaves_no_tensor_in_a_cycle(name, keys):
     cfg = tiny_config(name, overrides=Overrides(tuple((key, str(value)) for key, value in keys.items())))
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 20)
     tokens = RandomTokens(cfg, 0, 1)
-    train_step(run, 1, tokens.microbatches(0), NonFiniteGuard())
+    train_step(run, 1, tokens.microbatches(0))
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        train_step(run, 2, tokens.microbatches(1), NonFiniteGuard())
+        train_step(run, 2, tokens.microbatches(1))
         gc.collect()
         kept = [type(x).__name__ for x in gc.garbage if isinstance(x, torch.Tensor)]
     finally:

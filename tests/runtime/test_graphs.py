@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from capture import recorded, watch_kernels
+from steps import watched
 
 from build import build_run
 from config import ConfigError
@@ -17,7 +18,6 @@ from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from runtime import setup
 from runtime.graphs import WARM_UP_STEPS, RecordedPipeline
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 ARGS = [
@@ -82,9 +82,9 @@ def trained(
     """
     cfg = resolve("llama3-tiny", None, [*ARGS, *args])
     run = build_run(cfg, Mesh.single(), device, None, 20)
-    recording = RecordedPipeline(run.pipeline, device) if graph else None
+    recording = RecordedPipeline(run.pipeline, device, run.buckets) if graph else None
     run = replace(run, recording=recording)
-    guard, told = NonFiniteGuard(), []
+    told = []
     for step, number in enumerate(numbers, 1):
 
         def spoil():
@@ -92,7 +92,7 @@ def trained(
                 run.buckets[0].grads.local[0] = float("nan")
 
         microbatches = batches(step, cfg.data.doc_mask, device, number)
-        loss, norm, ok, _ = train_step(run, step, microbatches, guard, spoil)
+        loss, norm, ok, _ = train_step(watched(run, spoil), step, microbatches)
         told += [loss.clone(), norm.clone(), ok.clone()]
     if recording is not None:
         assert recording.steps_run == numbers.count(numbers[-1]) and recording.replay is not None
@@ -130,7 +130,7 @@ def test_a_recording_quantizes_its_weights_itself(monkeypatch):
     cfg = resolve("llama3-tiny", None, [*ARGS, "--train.dtype", "fp8", "--model.layers", "3"])
     device = torch.device("cpu")
     run = build_run(cfg, Mesh.single(), device, None, 20)
-    run = replace(run, recording=RecordedPipeline(run.pipeline, device))
+    run = replace(run, recording=RecordedPipeline(run.pipeline, device, run.buckets))
     params = [slot.param for bucket in run.buckets for slot in bucket.slots]
     for step in range(1, WARM_UP_STEPS + 2):
         with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_recording_quantizes_its_weights_itself(monkeypatch):
                 "run",
                 lambda *args: kept.extend(p.quantized.pair for p in params) or run_pipeline(*args),
             )
-            train_step(run, step, batches(step, False, device), NonFiniteGuard())
+            train_step(run, step, batches(step, False, device))
         assert kept and all(pair is None for pair in kept)
 
 

@@ -6,8 +6,8 @@ from program import settings, trained
 from ranks import corpus
 from safetensors.torch import load_file
 
-from build import load_run
 from checkpoint.disk import store
+from checkpoint.trained import load_run
 from config import ConfigError
 from parallel.wire.world import World
 from scripts import average

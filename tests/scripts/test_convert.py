@@ -24,12 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 import config
-from build import build_run, load_run
+from build import build_run
 from checkpoint import state
 from checkpoint.disk import store
-from checkpoint.hf import tensors as hf, config as hf_config, tokenizer as hf_tokenizer
-from checkpoint.systems import foreign
 from checkpoint.hf.families.table import FAMILIES
+from checkpoint.hf import config as hf_config, tensors as hf, tokenizer as hf_tokenizer
+from checkpoint.systems import foreign
+from checkpoint.trained import load_run
 from config.reading import dump, resolve, split_argv
 from config.tree import with_values
 from data import tokenizer
@@ -41,7 +42,6 @@ from model.router import with_mlps
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
-from runtime.guard import NonFiniteGuard
 from scripts import convert
 from train import train_step
 
@@ -1046,7 +1046,7 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     with torch.no_grad():
         assert (ours.stages[0].logits(tokens, positions) - theirs(input_ids=tokens).logits).abs().max() < 1e-5
 
-    losses = [train_step(ours, i, step, NonFiniteGuard())[0].item() for i, step in enumerate(steps, 1)]
+    losses = [train_step(ours, i, step)[0].item() for i, step in enumerate(steps, 1)]
     assert losses == pytest.approx(train_theirs(theirs, steps, 1e-3), abs=1e-5)
     assert abs(losses[0] - losses[2]) > 1e-3  # it did train
 

@@ -12,7 +12,7 @@ from ranks import MODEL, corpus
 from torch.nn.functional import cross_entropy
 
 import train
-from build import load_run
+from checkpoint.trained import load_run
 from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter

@@ -10,7 +10,7 @@ import torch
 from ranks import MODEL, SIZES, corpus
 
 import train
-from build import load_run
+from checkpoint.trained import load_run
 from config import ConfigError
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import load_tokenizer

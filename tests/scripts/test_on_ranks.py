@@ -17,10 +17,10 @@ import pytest
 import torch
 from ranks import MODEL, SIZES, corpus, job
 
-import build
-from checkpoint.hf import tensors as hf, export as hf_ranks
-from checkpoint.hf.families.family import Arrangement
+from checkpoint import trained
 from checkpoint.disk.files import StorageError
+from checkpoint.hf.families.family import Arrangement
+from checkpoint.hf import export as hf_ranks, tensors as hf
 from scripts import convert, evaluate, generate
 
 # latents, biases of routers, a module that predicts further ahead
@@ -292,7 +292,7 @@ def test_other_words_and_a_failure_of_one_rank(home, tmp_path):
 
     def before(rank: int) -> None:
         if rank == 1:
-            build.tokenizer_of_run = fails
+            trained.tokenizer_of_run = fails
 
     end = together(tmp_path / "failure", generate.main, *words, before=before)
     assert all(end.codes) and end.seconds < 30

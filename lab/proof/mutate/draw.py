@@ -15,7 +15,16 @@ from lab.proof.mutate.operators import OPERATORS, called_name
 from lab.proof.mutate.source import Edit, Source
 
 CORE_FOLDERS = ("model", "parallel", "optim", "data", "checkpoint")
-CORE_FILES = ("runtime/evaluate.py", "train.py", "start.py", "build.py")
+CORE_FILES = (
+    "runtime/closing.py",
+    "runtime/describe.py",
+    "runtime/evaluate.py",
+    "runtime/run.py",
+    "runtime/start_layout.py",
+    "train.py",
+    "start.py",
+    "build.py",
+)
 
 # Calls whose arguments are messages.
 MESSAGE_CALLS = (

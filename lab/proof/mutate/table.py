@@ -2050,7 +2050,7 @@ TABLE = (
     ),
     Mutation(
         what="a checkpoint is written before the updated weights have arrived",
-        file="train.py",
+        file="checkpoint/replicas.py",
         old="    wait_param_gathers(run.buckets)\n    comm.check_collectives(",
         new="    comm.check_collectives(",
         model="llama3-tiny",
@@ -2111,7 +2111,7 @@ TABLE = (
         what="rerun: the counts of routers are those of all runs of the step",
         file="train.py",
         old="    run.routers.start_step()\n",
-        new="    if run.reruns.first is None:\n        run.routers.start_step()\n",
+        new="    if run.extras[0].record is None:\n        run.routers.start_step()\n",
         model="mixtral-tiny",
         world=2,
         layout="ep2 zero0 mb1",
@@ -2133,8 +2133,8 @@ TABLE = (
         old="local_microbatches = shard_microbatches(run, microbatches)",
         new=(
             "local_microbatches = shard_microbatches(run, microbatches)\n"
-            "        for batch in local_microbatches:\n"
-            "            object.__setattr__(batch, 'step', batch.step + (run.reruns.first is not None))"
+            "    for batch in local_microbatches:\n"
+            "        object.__setattr__(batch, 'step', batch.step + (run.extras[0].record is not None))"
         ),
         model="llama3-tiny",
         world=2,
@@ -2143,11 +2143,11 @@ TABLE = (
     ),
     Mutation(
         what="spike: rank 0 alone does not apply the step",
-        file="train.py",
-        old="is_good = run.spikes.window.accept(loss, norm, is_finite & has_targets)",
+        file="optim/spikes.py",
+        old="return self.window.accept(gradients.loss, gradients.norm, good)",
         new=(
-            "is_good = run.spikes.window.accept(loss, norm, is_finite & has_targets)\n"
-            "    is_good = is_finite & has_targets if run.mesh.world.index else is_good"
+            "accepted = self.window.accept(gradients.loss, gradients.norm, good)\n"
+            "        return good if run.mesh.world.index else accepted"
         ),
         model="llama3-tiny",
         world=2,
@@ -2158,12 +2158,12 @@ TABLE = (
         what="weights are averaged after the all-gather that overwrites them has begun",
         file="train.py",
         old=(
-            "    if run.ema is not None:\n        run.ema.update(is_good)\n"
+            "    run.extras.weights_updated(run, step, is_good)\n"
             "    start_param_gathers(run.buckets, is_good)  # the next step waits for them\n"
         ),
         new=(
             "    start_param_gathers(run.buckets, is_good)  # the next step waits for them\n"
-            "    if run.ema is not None:\n        run.ema.update(is_good)\n"
+            "    run.extras.weights_updated(run, step, is_good)\n"
         ),
         model="llama3-tiny",
         world=2,

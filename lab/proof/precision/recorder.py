@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from build import TrainingRun
 from config import Config
+from lab.proof.verify.loop import run_loop
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import Slot
 from parallel.sharding.views import boxes_of
 from parallel.wire import comm, compress
 from parallel.wire.world import World
-from lab.proof.verify.loop import run_loop
+from runtime.run import TrainingRun
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes an element: dtype}
 

@@ -14,6 +14,7 @@ from config import Config
 from model.context import GenerationCache
 from model.generate import LogitsOf, generate
 from parallel.wire.world import World
+from runtime import closing, evaluate
 from runtime.experts import ExpertLoadMap
 from runtime.faults import FaultHook
 from runtime.setup import LaunchEnv
@@ -23,7 +24,7 @@ from runtime.stop import SIGNALS
 @contextlib.contextmanager
 def no_pictures() -> Iterator[None]:
     """Disable loss.png and experts.png, which take longer to draw than a tiny run takes to train."""
-    no_loss = mock.patch.object(train, "loss_png", lambda *_: None)
+    no_loss = mock.patch.object(closing, "loss_png", lambda *_: None)
     no_experts = mock.patch.object(ExpertLoadMap, "draw", lambda *_: None)
     with no_loss, no_experts:
         yield
@@ -45,7 +46,7 @@ def observed_sampling(observe_logits: Callable[[Tensor], object]) -> Iterator[No
 
         return generate(observed_logits, prompt, max_new, **options)
 
-    with mock.patch.object(train, "generate", observed_generate):
+    with mock.patch.object(evaluate, "generate", observed_generate):
         yield
 
 

@@ -24,22 +24,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import config
-from build import TrainingRun
 from checkpoint.disk import store
 from config import Config, ConfigError, TrainConfig
 from config.exit_codes import STOPPED_EARLY
 from config.reading import phases_of
+from config.reading.tiny import SAVED
 from data.loader import BatchLoader
 from kernels import cross_entropy, partial_attention
-from parallel.microbatch import Microbatch
-from parallel.sharding.boxes import Box
-from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
-from parallel.sharding.views import boxes_of
-from parallel.wire.strict import StrictMode
-from parallel.wire.world import World
 from lab.proof.lattice import TRUNK_STEPS
 from lab.proof.verify.loop import run_loop
-from config.reading.tiny import SAVED
 from lab.proof.verify.tiny_config import (
     LAST,
     SKIPPED,
@@ -48,7 +41,14 @@ from lab.proof.verify.tiny_config import (
     trunk_of,
     write_corpora,
 )
+from parallel.microbatch import Microbatch
+from parallel.sharding.boxes import Box
+from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
+from parallel.sharding.views import boxes_of
+from parallel.wire.strict import StrictMode
+from parallel.wire.world import World
 from runtime.pool import WorkerPool
+from runtime.run import TrainingRun
 
 BOUND = 1e-9  # allowed relative error
 

@@ -11,6 +11,7 @@ import torch
 
 import config
 import train
+from checkpoint import replicas
 from config.reading.kinds import KINDS
 from kernels import (
     adam,
@@ -24,13 +25,6 @@ from kernels import (
     state_space,
 )
 from kernels.segments import scan_segments
-from model import delta, mamba
-from optim.adamw import AdamW
-from optim.base import Optimizer
-from optim.muon import Muon
-from parallel.sharding import gradients
-from parallel.sharding.weights import BucketWeights
-from parallel.wire.world import World
 from lab.proof.precision import bounds, command
 from lab.proof.precision.bounds import change_in_series, gradient_error, through_layers
 from lab.proof.precision.cells import EXTRAS, LAYOUTS, Cell, choose_cells
@@ -50,6 +44,13 @@ from lab.proof.precision.recorded_run import RecordedRun, read_run, train_and_re
 from lab.proof.precision.recorder import LargestValue, record_run, same_bits
 from lab.proof.precision.single_run import unmoved_matrices
 from lab.proof.precision.two_runs import NOT_COMPARED, compare_runs
+from model import delta, mamba
+from optim.adamw import AdamW
+from optim.base import Optimizer
+from optim.muon import Muon
+from parallel.sharding import gradients
+from parallel.sharding.weights import BucketWeights
+from parallel.wire.world import World
 
 LLAMA, MIXTURE = "llama3-tiny", "mixtral-tiny"
 # (recipe, ranks, cell): with MORE every dtype, optimizer, ZeRO stage and kind of layout
@@ -415,7 +416,7 @@ def stale(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
     """record_run(), on ranks that never send what they updated."""
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(BucketWeights, "start_gather_updated", lambda bucket: None)
-        inner.setattr(train, "check_replicas", not_compared)
+        inner.setattr(replicas, "check_replicas", not_compared)
         return record_run(world, cfg, folder, spoilt)
 
 
@@ -438,7 +439,7 @@ def diverging(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
 
     with pytest.MonkeyPatch.context() as inner:
         inner.setattr(train, "finish_grad_reductions", planted)
-        inner.setattr(train, "check_replicas", not_compared)
+        inner.setattr(replicas, "check_replicas", not_compared)
         return record_run(world, cfg, folder, spoilt)
 
 

@@ -9,18 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
 
 import kernels.grad
 from build import build_run
+from config.reading.tiny import tiny_config
 from model.block import TransformerBlock
 from model.sharding import parallel_dims
 from parallel.sharding.gradients import padding_of
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 STEPS = 3
@@ -72,7 +71,7 @@ def trained(world, cfg, poisoned):
     for step in range(1, STEPS + 1):
         if poisoned:
             poison(run.buckets)
-        result = train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
+        result = train_step(run, step, data.microbatches(step - 1))
         losses += [float(result.loss), float(result.grad_norm), *run.noise_scale.latest.tolist()]
     return [bucket.grads.local.clone() for bucket in run.buckets], losses
 
@@ -107,7 +106,7 @@ def test_a_gradient_that_no_kernel_writes_is_zero(monkeypatch, fresh_memory_is_n
     cfg = replace(cfg, log=replace(cfg.log, noise_scale=False))
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, cfg.train.steps)
     data = RandomTokens(cfg, 0, 1)
-    train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+    train_step(run, 1, data.microbatches(0))
     assert all(part.any() for box, part in gradients(run) if box.key.startswith("layers.1."))
 
     whole = TransformerBlock.forward
@@ -117,7 +116,7 @@ def test_a_gradient_that_no_kernel_writes_is_zero(monkeypatch, fresh_memory_is_n
 
     monkeypatch.setattr(TransformerBlock, "forward", forward)
     poison(run.buckets)
-    train_step(run, 2, data.microbatches(1), NonFiniteGuard())
+    train_step(run, 2, data.microbatches(1))
     for box, part in gradients(run):
         assert part.isfinite().all() and part.any() != box.key.startswith("layers.1."), box.key
 

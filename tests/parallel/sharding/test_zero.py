@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
+from steps import watched
 
 from build import build_run
+from config.reading.tiny import tiny_config
 from kernels import linear
 from model.sharding import parallel_dims
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
@@ -45,7 +45,7 @@ def story(world, cfg):
                 setattr(getattr(b, of), method, noted(b, verb, name, said))
     for i, block in enumerate(run.stages[0].blocks):
         block.register_forward_pre_hook(lambda *_, i=i: said.append(f"forward {i}"))
-    train_step(run, 1, data.microbatches(0), NonFiniteGuard(), lambda: said.append("norm"))
+    train_step(watched(run, lambda: said.append("norm")), 1, data.microbatches(0))
     before = list(said)
     for b in run.buckets:
         b.weights.wait_unshard()
@@ -120,7 +120,7 @@ def whole_weights(world, cfg):
 
     for block in run.stages[0].blocks:
         block.register_forward_pre_hook(look)
-    train_step(run, 1, data.microbatches(0)[:1], NonFiniteGuard(), look)
+    train_step(watched(run, look), 1, data.microbatches(0)[:1])
     look()
     return said
 
@@ -168,7 +168,7 @@ def test_publish_does_not_wait(ranks):
 def trained(world, cfg):
     run, data = start(world, cfg)
     for step in (1, 2, 3):
-        loss, norm, *_ = train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
+        loss, norm, *_ = train_step(run, step, data.microbatches(step - 1))
     for b in run.buckets:
         b.weights.wait_unshard()
     return [loss, norm, *(b.weights.master for b in run.buckets)]
@@ -239,7 +239,7 @@ def order(world, cfg):
         note(comm, "all_gather_each", "blocking gather"),
     ]
     try:
-        train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+        train_step(run, 1, data.microbatches(0))
     finally:
         for undo in back:
             undo()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
 
 import config
 from build import build_run
@@ -17,6 +18,8 @@ from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.saver import CheckpointSaver
 from config.reading.suggestions import check_rules
+from config.reading.tiny import tiny_config
+from lab.proof import lattice
 from model.mlp import MLPConfig
 from model.sharding import parallel_dims
 from parallel.microbatch import Microbatch
@@ -26,10 +29,6 @@ from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire import compress
 from parallel.wire.world import World
-from lab.proof import lattice
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 KINDS = ("int8", "fp8")
@@ -63,7 +62,7 @@ def begin(world: World, cfg):
 
 def go(run, data, first: int, last: int) -> list[float]:
     return [
-        float(train_step(run, s, data.microbatches(s - 1), NonFiniteGuard())[0])
+        float(train_step(run, s, data.microbatches(s - 1))[0])
         for s in range(first, last + 1)
     ]
 
@@ -168,7 +167,7 @@ def poisoned(world: World, cfg):
         BucketGrads.start_reduce = sick
         before = [b.weights.master.clone() for b in run.buckets]
         try:
-            said.append(bool(train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())[2]))
+            said.append(bool(train_step(run, step, data.microbatches(step - 1))[2]))
         finally:
             BucketGrads.start_reduce = reduce
         if step == 2:
@@ -220,7 +219,7 @@ def learned(world: World, cfg):
     for step in range(1, cfg.train.steps + 1):
         run.mesh.ledger.clear()
         losses.append(
-            float(train_step(run, step, text(cfg, step, world.rank, world.size), NonFiniteGuard())[0])
+            float(train_step(run, step, text(cfg, step, world.rank, world.size))[0])
         )
     wire = {
         verb: run.mesh.ledger[group, verb, "bytes"]

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from random_tokens import RandomTokens
 
 import config
 from build import build_run
 from config import MupConfig
+from config.reading.tiny import tiny_config
 from config.tree import with_values
 from model import block
 from model.sharding import parallel_dims
@@ -17,9 +19,6 @@ from parallel.topology.mesh import Mesh
 from plan import bytes as wire
 from plan.buckets import buckets, unique_buckets
 from plan.job import job_of_rank
-from random_tokens import RandomTokens
-from config.reading.tiny import tiny_config
-from runtime.guard import NonFiniteGuard
 from train import train_step
 
 PLAIN = [dict(zero=z, dp_rep=r) for z in (0, 1, 2, 3) for r in (1, 2, 4) if z or r == 1]
@@ -123,7 +122,7 @@ def counted(world, cfg):
     run, data = start(world, cfg)
     for step in (1, 2):
         run.mesh.ledger.clear()
-        train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
+        train_step(run, step, data.microbatches(step - 1))
     ledger = counted_exchanges(run.mesh)
     slots = [
         (b.size, b.shard_start, b.shard_end, b.num_users, [(s.offset, s.numel) for s in b.slots])
@@ -368,7 +367,7 @@ def trained(world, cfg, is_together):
         run, data = start(world, cfg)
     for step in (1, 2):
         run.mesh.ledger.clear()
-        train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
+        train_step(run, step, data.microbatches(step - 1))
     exchanges = counted_exchanges(run.mesh)["tp", "all_reduce"]
     for b in run.buckets:
         b.weights.wait_unshard()

@@ -1,0 +1,135 @@
+"""What a start goes on from: the newest good checkpoint, in memory or on the disk, repaired where it can be;
+and what the start before it has left undone.
+"""
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoint import mirror, state
+from checkpoint.disk import store
+from config import Config, ConfigError, is_due
+from config.reading import phases_of, saved_config
+from optim.lr import learning_rate_of_run, schedules_of
+from parallel.wire import comm
+from parallel.wire.world import World
+from remote.files import RemoteError
+from runtime import failure, lines, setup
+from runtime.restarts import MEMORY_RECORD
+from runtime.run import TrainingRun
+
+if TYPE_CHECKING:  # a run without checkpoints in memory loads none of them
+    from checkpoint.memory import MemoryCheckpoints
+
+
+def open_memory(
+    cfg: Config, env: setup.LaunchEnv, world: World, folder: Path
+) -> "MemoryCheckpoints | None":
+    """The checkpoints in memory: of checkpoint.memory_every, and of a run that had it until this start, which
+    may be newer than those on the disk. None where there are neither. Collective. Raises ConfigError.
+    """
+    everyone = world.all_ranks()
+    if cfg.checkpoint.memory_every is None:
+        record = folder / MEMORY_RECORD
+        has_some = state.first_rank_does(
+            lambda: os.path.lexists(record), everyone, cfg.checkpoint.timeout_s
+        )
+        if not has_some:
+            return None
+    from checkpoint.memory import MemoryCheckpoints
+
+    return MemoryCheckpoints(cfg, folder, env.host, everyone)
+
+
+def choose_start(
+    cfg: Config,
+    world: World,
+    root: Path,
+    in_memory: "MemoryCheckpoints | None",
+    bad: dict[Path, str],
+) -> state.StartingPoint:
+    """The newest checkpoint, in memory or on the disk, that is not known to be damaged. Collective.
+
+    bad: {checkpoint: why} of those that a rank found damaged. Raises ConfigError; IntegrityError.
+    """
+    everyone = world.all_ranks()
+    if in_memory is None:
+        return state.newest_start(cfg, root, everyone, bad)
+
+    # one in memory that is newer than all on the disk
+    start, _ = in_memory.newest_start(cfg, bad=bad)
+    if start is not None:
+        return start
+
+    # the newest good one on the disk
+    on_disk, trouble = None, None
+    try:
+        on_disk = state.newest_start(cfg, root, everyone, bad)
+    except store.IntegrityError as error:  # on all ranks: there are some, and none is good
+        trouble = error
+
+    # one in memory that is newer than that: those on the disk that are newer still are damaged
+    start, notes = in_memory.newest_start(cfg, after=-1 if on_disk is None else on_disk.step, bad=bad)
+    if start is not None:
+        of_disk = [str(trouble)] if on_disk is None else on_disk.notes
+        return replace(start, notes=[*of_disk, *start.notes])
+    if on_disk is None:
+        assert trouble is not None
+        raise trouble
+    return replace(on_disk, notes=[*notes, *on_disk.notes])
+
+
+def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
+    """(whether what is damaged of a checkpoint was brought from a store that has it too, a line for the log;
+    "" without a store). root: of the run's checkpoints."""
+    try:
+        source = mirror.copied_from(cfg, path, root)
+        return (False, "") if source is None else (True, mirror.repair(source, path))
+    except (store.IntegrityError, store.StorageError, RemoteError) as error:
+        return False, f"warning: {path} cannot be repaired from its store: {failure.one_line(error)}"
+
+
+def drop_rows(folder: Path) -> None:
+    """Removes the rows of a run that was in the folder before, and has left no checkpoint: they are not of
+    this one's past. Raises StorageError."""
+    with store.storage_errors(folder / lines.NAME, 0):
+        lines.truncate_after(folder / lines.NAME, -1)
+
+
+def is_evaluation_missing(
+    cfg: Config, step: int, folder: Path | None, everyone: comm.Group, is_end: bool = False
+) -> bool:
+    """Whether an evaluation was due after this step, and is not in the folder: the run was asked to stop, or
+    another run made the step (then there is no folder).
+
+    is_end: the run ends with this step. Collective.
+    """
+    was_due = is_end or is_due(cfg.eval.every, step)
+    if step == 0 or not was_due:
+        return False
+    return folder is None or state.first_rank_does(lambda: step not in evaluated_steps(folder), everyone)
+
+
+def evaluated_steps(folder: Path) -> set[int]:
+    """The steps with a validation in metrics.jsonl."""
+    _, validations = lines.read_metrics(folder)
+    return {row["step"] for row in validations}
+
+
+def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
+    """[a line that compares learning rates], where a run goes on with another one than it had."""
+    if start.resumed is None:
+        return []
+    meta, step = start.resumed.meta, start.step
+    try:
+        before, horizon = phases_of(saved_config(meta["config"])), state.horizon_in(meta)
+    except ConfigError:  # of another version, whose keys are not those of today
+        return []
+    if horizon is None:
+        return []
+    old = learning_rate_of_run(schedules_of(before, horizon), step)
+    if math.isclose(old, run.learning_rate(step), rel_tol=1e-9):
+        return []
+    after = run.learning_rate(min(step + 1, run.steps))
+    return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings have another schedule"]

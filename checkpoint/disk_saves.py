@@ -1,0 +1,120 @@
+"""DiskSaves: the checkpoints of a run on the disk, and what the run says of them."""
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoint import replicas, state
+from checkpoint.disk import store
+from checkpoint.disk.saver import CheckpointSaver
+from checkpoint.run_folder import RunFolder
+from config import CheckpointConfig
+from parallel.wire.comm import Group
+from runtime import failure
+from runtime.goodput import GoodputClock
+from runtime.guard import NonFiniteGuard
+from runtime.metrics import MetricsLogger
+from runtime.run import TrainingRun
+
+if TYPE_CHECKING:  # a run without them loads neither
+    from checkpoint.uploader import CheckpointUploader
+    from runtime.faults import FaultHook
+
+
+class DiskSaves:
+    """Saves a run, in the background under checkpoint.async_save.
+
+    uploads: to checkpoint.mirror, or None without one. observe: called at each of store.FAULT_POINTS.
+    """
+
+    def __init__(
+        self,
+        cfg: CheckpointConfig,
+        run_folder: RunFolder,
+        saver: CheckpointSaver,
+        *,
+        log: MetricsLogger,
+        goodput: GoodputClock,
+        guard: NonFiniteGuard,
+        uploads: "CheckpointUploader | None",
+        observe: "FaultHook",
+    ) -> None:
+        self.cfg = cfg
+        self.run_folder = run_folder
+        self.root = run_folder.folder / "checkpoints"
+        self.saver = saver
+        self.log = log
+        self.goodput = goodput
+        self.guard = guard
+        self.uploads = uploads
+        self.observe = observe
+
+    def prepare(self, run: TrainingRun, step: int) -> None:
+        """Read all steps. Raises what must end a run before it is saved, and then leaves it unsaved."""
+        self.guard.count_skipped(self.log.flush())
+        run.extras.before_save(run, step)
+
+    def save(self, run: TrainingRun, step: int, *, is_final: bool) -> None:
+        """Save a checkpoint, and wait for it if it is the final one.
+
+        Raises ReplicasDiffer before anything is written if ranks that must hold the same numbers do not, and
+        StorageError where the final save fails, or more in a row than checkpoint.failed_saves.
+        """
+        self.prepare(run, step)
+        with self.goodput.spending("saving"):
+            run.data.check_unchanged()
+            self.run_folder.restore(run, step)
+            started = time.perf_counter()
+            replicas.compare_replicas(run)
+            with self.excused():  # of the save before, in the background
+                self.saver.wait()
+            with self.excused(is_final):
+                self.write(run, step, is_final=is_final, started=started)
+        self.goodput.saved(step)
+
+    def write(self, run: TrainingRun, step: int, *, is_final: bool, started: float) -> None:
+        def fault_point(point: str) -> object:
+            return self.observe(point, step)  # of the save, which may end at a later one
+
+        state.save_run(run, self.saver, self.root, step, fault_point=fault_point)
+        if self.saver.in_background and not is_final:
+            return
+        path = self.saver.wait_saved()
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        linked_bytes = sum(self.saver.linked)
+        self.log.log_save(path, num_bytes, time.perf_counter() - started, linked_bytes)
+
+    def list_saved(self) -> list[tuple[int, Path]]:
+        """[(step, folder)] of the checkpoints on the disk, the newest first."""
+        return store.committed_checkpoints(self.root)
+
+    def has_failed(self) -> bool:
+        """Whether a save in the background has failed on this rank, or too many uploads in a row."""
+        return self.saver.has_failed() or (self.uploads is not None and self.uploads.has_failed())
+
+    def raise_failure(self, everyone: Group) -> None:
+        """Raise on every rank what has failed on any and is not excused. Collective."""
+        with self.excused():
+            self.saver.wait()
+        if self.uploads is not None:
+            state.first_rank_does(self.uploads.check, everyone)
+
+    @contextlib.contextmanager
+    def excused(self, is_final: bool = False) -> Iterator[None]:
+        """A save that fails inside for its storage is a warning: the next one tries again. All ranks do
+        alike.
+
+        Raises its StorageError if it is the final one, or if more in a row failed than
+        checkpoint.failed_saves.
+        """
+        try:
+            yield
+        except store.StorageError as error:
+            failed, excused = self.saver.num_failed, self.cfg.failed_saves
+            if is_final or failed > excused:
+                raise
+            self.log.log_line(
+                f"warning: a checkpoint was not saved ({failed} of {excused} in a row that may fail, "
+                f"checkpoint.failed_saves): {failure.one_line(error)}"
+            )

@@ -1,0 +1,56 @@
+"""Saves in the memory of this node and others, between those on the disk (checkpoint.memory_every)."""
+from typing import Any
+
+from checkpoint import replicas, state
+from checkpoint.disk import store
+from checkpoint.disk_saves import DiskSaves
+from checkpoint.memory import MemoryCheckpoints
+from config import is_due
+from parallel.extras import Extra
+from runtime import failure
+
+
+class MemorySaves(Extra):
+    """in_memory: of this run; every: steps, or None in a run that only goes on from what is in memory."""
+
+    def __init__(self, in_memory: MemoryCheckpoints, every: int | None, saving: DiskSaves) -> None:
+        self.in_memory = in_memory
+        self.every = every
+        self.saving = saving
+
+    def step_done(self, run: Any, step: int, saved: bool) -> bool:
+        """Save the step if that is due and the disk has not.
+
+        Raises ReplicasDiffer before anything is written, as a save on the disk does.
+        """
+        if saved or not is_due(self.every, step) or not run.extras.may_save(run, step):
+            return saved
+        self.saving.prepare(run, step)
+        with self.saving.goodput.spending("saving"):
+            run.data.check_unchanged()
+            replicas.compare_replicas(run)
+            is_kept = self.keep(run, step)
+        if is_kept:
+            self.saving.goodput.saved(step)
+        return True  # compared, in any case
+
+    def keep(self, run: Any, step: int) -> bool:
+        """Whether memory has the step now. Where its storage fails, that is a warning: the disk has the older
+        state."""
+        saving = self.saving
+
+        def fault_point(point: str) -> object:
+            return saving.observe(point, step)
+
+        try:
+            pieces, meta = state.boxes_of_rank(run), state.describe_run(run, step)
+            in_progress = saving.saver.step_in_progress()
+            self.in_memory.save(step, pieces, meta, saving_step=in_progress, fault_point=fault_point)
+        except store.StorageError as error:  # on all ranks
+            saving.log.log_line(f"warning: step {step:,} is not kept in memory: {failure.one_line(error)}")
+            return False
+        return True
+
+    def at_end(self, run: Any) -> None:
+        """Give the memory back: the run is saved on the disk. Collective."""
+        self.in_memory.clear()

@@ -1,0 +1,139 @@
+"""Goes back to the last good checkpoint after some spikes in a row (optim.spike_rewind; optim/spikes.py)."""
+from collections.abc import Iterable
+from typing import Any
+
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.disk_saves import DiskSaves
+from checkpoint.memory import MemoryCheckpoints
+from config import OptimConfig
+from optim.spikes import SpikeState
+from parallel.extras import Extra
+from parallel.sharding.bucket import wait_param_gathers
+from runtime import failure, lines
+
+
+class SpikesPersist(RuntimeError):
+    """Loss or gradient norm stayed far above what was usual (exit code 77)."""
+
+    exit_code = 77
+
+
+class SpikeRewinds:
+    """Decides when a run goes back (optim.spike_rewind), and when it ends."""
+
+    def __init__(self, cfg: OptimConfig) -> None:
+        self.cfg = cfg
+        self.num_rewinds = 0  # since a step beyond `furthest` was applied
+        self.furthest = 0  # the last spike before which the run went back
+
+    def find(self, spikes: SpikeState, steps: Iterable[tuple[int, bool]]) -> int | None:
+        """Counts (step, whether it was a spike). Returns the first of so many spikes in a row that the run
+        must go back before it, or None if it goes on.
+
+        Raises SpikesPersist when it has gone back too often, and when it never goes back and as many spikes
+        came in a row as the window has steps.
+        """
+        if self.cfg.spike_sigma is None:
+            return None
+        for step, is_spike in steps:
+            spikes.count(step, is_spike)
+            if not is_spike and step > self.furthest:
+                self.num_rewinds = 0
+        number = len(spikes.in_a_row)
+        limit = self.cfg.spike_rewind
+        if limit is None and number >= self.cfg.spike_window:
+            raise SpikesPersist(
+                f"loss or gradient norm far above what was usual for {number} steps in a row, as many as "
+                "optim.spike_window; the weights are those before them. Lower optim.lr, raise "
+                "optim.spike_sigma, or set optim.spike_rewind"
+            )
+        if limit is None or number < limit:
+            return None
+        if self.num_rewinds >= self.cfg.spike_rewinds:
+            first, last = spikes.in_a_row[0], spikes.in_a_row[-1]
+            raise SpikesPersist(
+                f"spikes at steps {first:,} to {last:,} again, after the run went back {self.num_rewinds} "
+                "times (optim.spike_rewinds) and left out other data each time; look at the data, or lower "
+                "optim.lr"
+            )
+        self.num_rewinds += 1
+        self.furthest = max(self.furthest, spikes.in_a_row[-1])
+        return spikes.in_a_row[0]
+
+
+class Rewinds(Extra):
+    """Counts the spikes that the log has read, and takes the run back where there are too many in a row.
+
+    in_memory: the checkpoints in memory, or None without any: what comes after the step is dropped.
+    """
+
+    def __init__(self, cfg: OptimConfig, saving: DiskSaves, in_memory: MemoryCheckpoints | None) -> None:
+        self.cfg = cfg
+        self.saving = saving
+        self.log = saving.log
+        self.in_memory = in_memory
+        self.rewinds = SpikeRewinds(cfg)
+
+    def on_resume(self, run: Any, step: int) -> None:
+        self.rewinds = SpikeRewinds(self.cfg)
+
+    def after_step(self, run: Any, step: int) -> int | None:
+        first_spike = self.rewinds.find(run.spikes, self.log.take_spikes())
+        return None if first_spike is None else self.go_back(run)
+
+    def may_save(self, run: Any, step: int) -> bool:
+        """Not among spikes: the run may go back before them."""
+        return self.cfg.spike_rewind is None or not run.spikes.in_a_row
+
+    def before_save(self, run: Any, step: int) -> None:
+        self.rewinds.find(run.spikes, self.log.take_spikes())  # under spike_rewind all have been read
+
+    def go_back(self, run: Any) -> int:
+        """Goes back to the newest good checkpoint before the last spikes, and leaves out their data.
+
+        Returns the step of that checkpoint. Raises SpikesPersist if there is none; StorageError. Collective.
+        """
+        everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
+        with self.saving.excused():
+            self.saving.saver.wait()
+        wait_param_gathers(run.buckets)
+        spikes, left_out = run.spikes.in_a_row, run.spikes.left_out_with_spikes()
+        shown = ", ".join(f"{step:,}" for step in spikes)
+        self.log.log_line(f"{len(spikes)} spikes in a row, steps {shown}: going back")
+        step = self.load_before(run, spikes)
+
+        # discard everything after that step
+        folder = self.saving.root
+        run.spikes.continue_without(left_out)
+        if self.in_memory is not None:
+            self.in_memory.drop_after(step)
+        state.first_rank_does(lambda: store.drop_after(folder, step), everyone, timeout_s)
+        with store.storage_errors(folder.parent / lines.NAME, 0):
+            self.log.rewind(step)
+        self.saving.goodput.rewound(step)
+        self.log.log_line(
+            f"back at the checkpoint of step {step:,}; steps of the data that are left out from now on, from "
+            f"0: {', '.join(f'{number:,}' for number in left_out)}"
+        )
+        return step
+
+    def load_before(self, run: Any, spikes: list[int]) -> int:
+        """Load the newest good checkpoint before these steps, and return its step. Raises SpikesPersist."""
+        folder = self.saving.root
+
+        def list_steps() -> list[int]:
+            return [step for step, _ in store.committed_checkpoints(folder) if step < spikes[0]]
+
+        for step in state.first_rank_does(list_steps, run.mesh.world, run.cfg.checkpoint.timeout_s):
+            try:
+                state.resume_after(run, folder, step)
+            except store.IntegrityError as error:
+                self.log.log_line(f"warning: {failure.one_line(error)}")
+                continue
+            return step
+        raise SpikesPersist(
+            f"{len(spikes)} spikes in a row from step {spikes[0]:,} on (optim.spike_rewind), "
+            "and no good checkpoint before them to go back to; lower checkpoint.every, or raise "
+            "checkpoint.keep"
+        )

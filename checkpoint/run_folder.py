@@ -1,0 +1,133 @@
+"""What a run folder holds beside checkpoints and metrics: config.yaml, and the tokenizer with its files."""
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoint import mirror, state
+from checkpoint.disk import store
+from config import Config, ConfigError
+from config.reading import dump
+from data import tokenizer_files
+from data.blend import named_paths
+from data.download import local_path
+from data.loader import BatchLoader
+from data.tokenizer import Tokenizer, load_tokenizer
+from parallel.extras import Extra, StepResult
+from runtime import folder as run_folders
+from runtime.metrics import MetricsLogger
+from runtime.run import TrainingRun
+
+if TYPE_CHECKING:  # a run without checkpoints in memory loads none of them
+    from checkpoint.memory import MemoryCheckpoints
+
+
+class RunFolder(Extra):
+    """Writes what a checkpoint is read with, on rank 0: after the first step, and again where it is gone."""
+
+    def __init__(self, folder: Path, log: MetricsLogger, is_first_rank: bool) -> None:
+        self.folder = folder
+        self.log = log
+        self.is_first_rank = is_first_rank
+        self.first_step = 0  # of the phase
+
+    def on_resume(self, run: Any, step: int) -> None:
+        self.first_step = step + 1
+
+    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+        if step == self.first_step and self.is_first_rank:
+            write_config(run.phases.whole, self.folder)  # it says what was trained: not before a step was
+
+    def restore(self, run: Any, step: int) -> None:
+        """Where the run folder was removed meanwhile: warns, and writes again what it should hold."""
+        folder = self.folder
+        if not self.is_first_rank or (folder / "config.yaml").exists():
+            return
+        self.log.log_line(
+            f"warning: {folder} was removed or emptied before step {step:,}: config.yaml and tokenizer/ are "
+            "written again; metrics and checkpoints until here are lost, and so is the lock against a second "
+            "run"
+        )
+        with store.storage_errors(folder, 0):
+            keep_tokenizer(run.cfg, run.data, folder / "tokenizer")
+            write_config(run.phases.whole, folder)
+        self.log.reopen()
+
+
+def write_config(cfg: Config, folder: Path) -> None:
+    """Writes config.yaml: a reader sees the old file or the new one."""
+    temp = folder / "config.yaml.tmp"
+    temp.write_text(dump(cfg))
+    temp.replace(folder / "config.yaml")
+
+
+def keep_tokenizer(cfg: Config, data: BatchLoader, folder: Path) -> None:
+    """Saves the tokenizer of the data that a run reads, with the files that belong to it (chat template,
+    generation settings). Conversations are written as their own tokenizer says, and in no other template.
+
+    They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data.required_tokenizer.save(folder)
+    for place in same_tokenizers(cfg, data.required_tokenizer):
+        with contextlib.suppress(OSError):
+            tokenizer_files.copy_files(place, folder, with_templates=not data.is_chat)
+
+
+def describe_template(cfg: Config, data: BatchLoader) -> str | None:
+    """Which chat template conversations have, where another folder of the run has another; else None."""
+    tokenizer = data.required_tokenizer
+    if not data.is_chat:
+        return None
+    own = getattr(tokenizer, "files", {})
+    others = [str(place) for place in same_tokenizers(cfg, tokenizer)
+              if tokenizer_files.has_template(files := tokenizer_files.read_files(place))
+              and tokenizer_files.templates_of(files) != tokenizer_files.templates_of(own)]
+    if not others:
+        return None
+    kept = "that with which the data were prepared" if tokenizer_files.has_template(own) else "none"
+    return f"{kept}, not that of {' or of '.join(dict.fromkeys(others))}"
+
+
+def same_tokenizers(cfg: Config, tokenizer: Tokenizer) -> Iterator[Path]:
+    """The folders of tokenizer_places that hold this tokenizer: the files of others are not its own."""
+    for place in tokenizer_places(cfg):
+        if any((place / name).is_file() for name in tokenizer_files.OWN_FILES):
+            with contextlib.suppress(ConfigError, OSError):
+                if load_tokenizer(place, cfg.data.eod).fingerprint == tokenizer.fingerprint:
+                    yield place
+
+
+def tokenizer_places(cfg: Config) -> list[Path]:
+    """Folders that may hold the files of the run's tokenizer."""
+    given = Path(cfg.data.tokenizer or "bytes")
+    places = [given.parent if given.is_file() else given]
+    for _, path in named_paths(cfg.data):
+        prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
+        places.append(Path(f"{prefix}.tokenizer"))
+    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
+        if source not in (None, "auto", "none"):
+            checkpoint = mirror.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
+            for folder in (checkpoint, *list(checkpoint.parents)[:2]):
+                places.append(folder / "tokenizer")
+    return places
+
+
+def probe_run_folder(run: TrainingRun, folder: Path, in_memory: "MemoryCheckpoints | None" = None) -> None:
+    """Finds before the first step what would else end the run at its first save. Collective.
+
+    Raises ConfigError if a rank sees another folder than rank 0, or a node has no room for checkpoints in
+    memory; StorageError (82) if rank 0 cannot write there, or a checkpoint does not fit on the disk.
+    """
+    everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
+    with store.storage_errors(folder, 0):
+        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone, timeout_s)
+    try:
+        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
+    finally:
+        if everyone.index == 0:
+            run_folders.remove_token(folder, token)
+    state.check_space(run, folder / "checkpoints")
+    if in_memory is not None and run.cfg.checkpoint.memory_every is not None:
+        boxes = state.boxes_to_read(run, state.moments_of(run))
+        in_memory.check_room(sum(part.numel() * part.element_size() for _, part in boxes))

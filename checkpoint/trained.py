@@ -1,0 +1,259 @@
+"""The model of a checkpoint, for scripts that evaluate, generate, average and convert."""
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint import state
+from checkpoint.disk import store
+from checkpoint.sizes import check_size
+from checkpoint.state import TRAINED
+from config import CheckpointConfig, Config, ConfigError, ParallelConfig, Tree
+from config.reading.layout import AskedLayout, layout_of_weights
+from config.reading.schedules import schedule_of
+from data import tokenizer
+from data.prompts import Prompts, open_prompts
+from data.task_scores import Score, TextRow, score_rows
+from data.tokenizer import Tokenizer
+from model.context import GenerationCache
+from model.generate import pipeline_logits
+from model.precision import DTYPES
+from model.router_states import RouterStates
+from model.score import pipeline_scores
+from model.sharding import parallel_dims
+from model.stages import hidden_shape_of, make_stages
+from model.transformer import PipelineStage
+from parallel.pipeline.executor import Pipeline
+from parallel.sharding.boxes import Box
+from parallel.sharding.spec import sharded_parameters
+from parallel.sharding.zero import ZeroScheduler
+from parallel.topology.mesh import Mesh
+from parallel.wire.world import World
+
+Fill = Callable[[list[tuple[Box, Tensor]]], object]  # gives tensors the values of their boxes
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The weights of a checkpoint in stages, with the tokenizer that they were trained with.
+
+    stages: of this rank, by number; one process has the only one. known_tokenizer: None of weights that were
+    imported without one. is_chat: was it trained on conversations?
+    """
+    cfg: Config
+    mesh: Mesh
+    stages: dict[int, PipelineStage]
+    pipeline: Pipeline
+    device: torch.device
+    known_tokenizer: Tokenizer | None
+    path: Path
+    step: int
+    is_chat: bool = False
+
+    @property
+    def stage(self) -> PipelineStage:
+        """The whole model. Raises ValueError where ranks hold parts of it."""
+        if self.mesh.world.size > 1:
+            raise ValueError(f"{self.mesh.world.size} ranks hold parts of the model")
+        return self.stages[0]
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.mesh.rank == 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ConfigError if the weights were imported without one."""
+        if self.known_tokenizer is None:
+            raise ConfigError(f"--tokenizer: {self.path.parent.parent} has none, and text needs one; "
+                              "give bytes, a .model, a tokenizer.json, or their folder")
+        return self.known_tokenizer
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """Turns texts into what the model reads. Raises ConfigError as `tokenizer` does, or if data.bos
+        contradicts the tokenizer."""
+        return open_prompts(self.tokenizer, self.cfg.data.bos)
+
+    def logits(
+        self, tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int | None
+    ) -> Tensor:
+        """Logits [vocab] of a position of tokens [1, s], or [b, s, vocab] without one. Collective."""
+        return pipeline_logits(
+            self.pipeline,
+            self.stages,
+            tokens,
+            positions,
+            cache=cache,
+            position=position,
+        )
+
+    def score(self, rows: Sequence[TextRow]) -> list[Score]:
+        """The scores of texts, the same on every rank. Collective."""
+        def forward(tokens: Tensor, targets: Tensor) -> Tensor | None:
+            return pipeline_scores(self.pipeline, self.stages, tokens, targets)
+
+        train = self.cfg.train
+        return score_rows(
+            rows,
+            forward,
+            batch_tokens=train.micro_batch * train.seq_len,
+            device=self.device,
+            stages=self.mesh.pp,
+        )
+
+
+@torch.no_grad()
+def weights_only(
+    cfg: Config, device: torch.device, dtype: str
+) -> tuple[PipelineStage, list[tuple[Box, Tensor]]]:
+    """The full model in one process with zeros for weights, and [(box, tensor)] of all of them.
+
+    It has no gradients and no master weights.
+    """
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
+    stages, boxes = weights_of_rank(cfg, Mesh.single(), device, rank_of_stage=(0,))
+    return stages[0], boxes
+
+
+@torch.no_grad()
+def weights_of_rank(
+    cfg: Config, mesh: Mesh, device: torch.device, rank_of_stage: tuple[int, ...]
+) -> tuple[dict[int, PipelineStage], list[tuple[Box, Tensor]]]:
+    """This rank's stages with zeros for weights, and [(box, tensor)] of all of them; of those of a mixture's
+    routers, also the biases. No rank has more than one stage.
+
+    On the device "meta" the tensors have shapes alone, and the stages none.
+    """
+    stages = make_stages(cfg, mesh, rank_of_stage)
+    boxes: list[tuple[Box, Tensor]] = []
+    for stage in stages.values():
+        stage.requires_grad_(False)
+        for weight in sharded_parameters(stage):  # each once, in the order of the forward pass
+            values = torch.zeros(weight.spec.shape, dtype=DTYPES[cfg.train.dtype], device=device)
+            if device.type != "meta":
+                weight.data = values
+            boxes += weight.spec.split(values)
+    routers = RouterStates(cfg, mesh, list(stages.values()), device)
+    return stages, boxes + routers.boxes(weights=True)
+
+
+@torch.no_grad()
+def model_in_parts(cfg: Config, dtype: str, fill: Fill) -> PipelineStage:
+    """The full model in one process, on the CPU; of its weights those of one part (PipelineStage.parts) are
+    in memory at a time.
+
+    fill: gives [(box, tensor)] their values. It is called with the biases of routers, and before each forward
+    of a part with the weights of that part.
+    """
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
+    stages = make_stages(cfg, Mesh.single(), rank_of_stage=(0,))
+    fill(RouterStates(cfg, Mesh.single(), list(stages.values()), torch.device("cpu")).boxes(weights=True))
+
+    def hold(part: nn.Module, _: object) -> None:
+        boxes: list[tuple[Box, Tensor]] = []
+        for weight in sharded_parameters(part):
+            weight.data = torch.zeros(weight.spec.shape, dtype=DTYPES[dtype])
+            boxes += weight.spec.split(weight.data)
+        fill(boxes)
+
+    def release(part: nn.Module, *_: object) -> None:
+        for weight in sharded_parameters(part):
+            weight.data = torch.empty(0)
+
+    stages[0].requires_grad_(False)
+    for part in stages[0].parts():
+        part.register_forward_pre_hook(hold)
+        part.register_forward_hook(release)
+    return stages[0]
+
+
+def load_run(
+    where: str,
+    device: torch.device,
+    dtype: str | None = None,
+    weights: str = TRAINED,
+    tokenizer_spec: str | None = None,
+    eod: str | None = None,
+    *,
+    world: World | None = None,
+    layout: AskedLayout = AskedLayout(),
+) -> TrainedModel:
+    """The model of a run folder, or of one of its checkpoint folders. dtype: by default the run's own.
+
+    weights: one of checkpoint.state.WEIGHTS. tokenizer_spec: by default that of the run, if it has one.
+    eod: the token that ends documents; by default the one that the files of the tokenizer name.
+    world: the ranks that hold the model together, whatever layout has saved it; None: this process.
+    Collective. layout: how they do.
+
+    Raises ConfigError if `where` has no model, or the ranks cannot hold it; IntegrityError, on all ranks, if
+    the checkpoint is damaged.
+    """
+    world = world or World(device=device)
+    everyone = world.all_ranks()
+
+    def load(index: store.StoredIndex) -> TrainedModel:
+        path, meta = index.path, index.meta
+        cfg = layout_of_weights(config_to_compute(meta, dtype), world.size, layout)
+        check_size(cfg.model, index.pieces, str(path))
+        known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec, eod)
+
+        # this rank's stage, and its weights
+        mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+        schedule = schedule_of("gpipe", cfg.parallel.pp, 1, None)
+        stages, boxes = weights_of_rank(cfg, mesh, device, schedule.rank_of_stage)
+        state.fill_boxes(index, state.stored_as(index, boxes, weights), everyone, cfg.checkpoint.timeout_s)
+
+        pipeline = Pipeline(
+            mesh,
+            schedule,
+            stages=stages,
+            zero_schedulers={number: ZeroScheduler.without_buckets() for number in stages},
+            weight_grad_stores={},
+            hidden_shape=hidden_shape_of(cfg, schedule.n_stages),
+        )
+        return TrainedModel(
+            cfg,
+            mesh,
+            stages=stages,
+            pipeline=pipeline,
+            device=device,
+            known_tokenizer=known_tokenizer,
+            path=path,
+            step=meta["step"],
+            is_chat=meta.get("chat", False),
+        )
+
+    if world.size == 1:
+        return load(state.find_index(where, []))
+    return state.load_found(where, [], load, everyone, CheckpointConfig().timeout_s)
+
+
+def config_to_compute(meta: Tree, dtype: str | None) -> Config:
+    """The config of a checkpoint, for a model that only computes. dtype: None for the run's own."""
+    cfg = state.config_of(meta)
+    if dtype is None:
+        dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # the weights of fp8 are bf16
+    train = replace(cfg.train, dtype=dtype, fp8=None)
+    return replace(cfg, train=train, parallel=ParallelConfig())
+
+
+def tokenizer_of_run(
+    path: Path, fingerprint: str, spec: str | None, eod: str | None = None
+) -> Tokenizer | None:
+    """The tokenizer `spec`, or that of the run folder; None if the weights were imported without one.
+
+    path: the checkpoint. fingerprint: of the tokenizer that it was trained with; "none": of none.
+    Raises ConfigError if it is another one.
+    """
+    folder = path.parent.parent / "tokenizer"
+    if spec is None and fingerprint == "none" and not folder.is_dir():
+        return None
+    found = tokenizer.load_tokenizer(spec or folder, eod)
+    if fingerprint not in (found.fingerprint, "none"):
+        advice = "leave --tokenizer out" if spec else "put that one there"
+        raise ConfigError(f"{spec or folder}: is not the tokenizer that {path} was trained with; {advice}")
+    return found

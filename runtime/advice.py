@@ -1,0 +1,48 @@
+"""What the planner says where memory runs out (plan/advice.py, in another process)."""
+import contextlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from config import Config
+from parallel.wire.world import World
+from runtime import failure
+from runtime.start_layout import rank_device
+
+ADVICE_TIMEOUT_S = 120  # of a process that plans
+
+
+@contextlib.contextmanager
+def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
+    try:
+        yield
+    except failure.OutOfMemory:  # of a phase that begins inside, which has said so
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if not failure.is_out_of_memory(error):
+            raise
+        advice = ask_for_advice(cfg, world)
+        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
+        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
+
+
+def ask_for_advice(cfg: Config, world: World) -> str:
+    """Asks another process what the planner says of a rank without memory: this one has none left."""
+    device = rank_device(world.device)
+    capacity = device.memory if device.gpu else None
+    question = pickle.dumps((cfg, world.size, capacity, device.gpu.lower()))
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", "plan.advice"],
+            cwd=Path(__file__).parent.parent,
+            input=question,
+            capture_output=True,
+            check=True,
+            timeout=ADVICE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the planner has no advice ({failure.one_line(error)})"
+    return answer.stdout.decode().strip()

@@ -1,0 +1,134 @@
+"""The end of a run: pictures, summary.json and the closing lines."""
+import contextlib
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from config.exit_codes import FINISHED, STOPPED_EARLY
+from plan.count import flops_per_token, parameters
+from runtime import failure
+from runtime.console import parameter_count
+from runtime.goodput import GoodputClock
+from runtime.lines import skipped_seconds
+from runtime.metrics import MetricsLogger
+from runtime.plot import loss_png
+from runtime.run import TrainingRun
+from runtime.summary import summarize_metrics, write_summary
+
+ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether another start is wanted)
+
+
+def report_end(step: int, reason: str | None, restart: bool, report_exit: ReportExit) -> int:
+    """Reports how the loop ended, and returns the exit code. reason: why before the horizon, or None."""
+    if reason is None:
+        report_exit(FINISHED, "finished", False)
+        return FINISHED
+    wish = "start me again" if restart else "for good"
+    text = f"stopped early at step {step:,}, everything is saved: {reason}; {wish}"
+    report_exit(STOPPED_EARLY, text, restart)
+    return STOPPED_EARLY
+
+
+def draw_pictures(run: TrainingRun, log: MetricsLogger) -> None:
+    """Draws the loss, and the load of experts, for the run folder and the sinks."""
+    folder = log.run_dir
+    if log.picture:
+        log.picture.stop()
+    size = parameter_count(parameters(run.cfg.model)["total"])
+    log.send_picture("loss", loss_png(folder, size))
+    if log.experts:
+        log.send_picture("experts", log.experts.draw(run.cfg.log.name or folder.name))
+
+
+def close_run(
+    run: TrainingRun,
+    log: MetricsLogger,
+    goodput: GoodputClock,
+    *,
+    reason: str | None,
+    prompt_hint: str,
+    list_saved: Callable[[], Sequence[tuple[int, Path]]],
+) -> None:
+    """Draws the pictures, writes summary.json and prints the closing lines. Collective.
+
+    reason: why the run stopped before its horizon, or None. prompt_hint: arguments of scripts.generate.
+    list_saved: the checkpoints on the disk, the newest first.
+    """
+    if run.mesh.rank == 0:
+        try:
+            draw_pictures(run, log)
+            summarize_run(run, log, goodput, reason)
+            for step, path in list_saved()[:1]:
+                log.send_checkpoint(step, path)
+        except Exception as error:  # a picture is not worth a finished run
+            log.log_line(f"warning: a picture or the summary is missing: {error}")
+    run.extras.at_end(run)
+    close_log(log, reason, prompt_hint)
+
+
+def close_log(log: MetricsLogger, reason: str | None, prompt_hint: str) -> None:
+    """Prints the closing lines. reason: why the run stopped before its horizon, or None."""
+    run_words = shlex.quote(str(log.run_dir))
+    hints = [
+        f"python -m scripts.generate {run_words} {prompt_hint}",
+        f"python -m scripts.evaluate {run_words}",
+        "python train.py --list",
+    ]
+    log.close(reason, code=FINISHED if reason is None else STOPPED_EARLY, hints=hints)
+
+
+@contextlib.contextmanager
+def summarized_failure(summarize: Callable[[str], object]) -> Iterator[None]:
+    """Writes summary.json after a failure inside, too: summarize(its reason)."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the failure itself is what counts
+            summarize(failure.one_line(error))
+        raise
+
+
+def summarize_run(
+    run: TrainingRun, log: MetricsLogger, goodput: GoodputClock, reason: str | None
+) -> None:
+    """Writes summary.json, on the first rank. reason: why the run stopped before its horizon, or None."""
+    if run.mesh.rank != 0:
+        return
+    folder = log.run_dir
+    log.flush()
+    counts = parameters(run.cfg.model)
+    summary = summarize_metrics(folder)
+    write_summary(
+        folder,
+        name=run.cfg.log.name,
+        branch=run.cfg.checkpoint.branch,
+        finished=reason is None,
+        reason=reason,
+        parameters=counts["total"],
+        active_parameters=counts["active"],
+        world=run.mesh.world.size,
+        flops=flops_so_far(run, summary["step"]),
+        **summary,
+        goodput=goodput.report(skipped_seconds(folder)).to_summary(),
+        provenance=run.provenance,
+    )
+
+
+def flops_so_far(run: TrainingRun, steps: int) -> float:
+    """Model FLOPs of the first steps of a run; of earlier phases, with attention over whole sequences."""
+    total = 0.0
+    for phase in run.phases.all:
+        last = run.phases.last_step(phase, steps)
+        if last <= phase.steps_before:
+            continue
+        tokens = phase.tokens_seen(last) - phase.tokens_before
+        is_present = phase == run.phase
+        of_token = flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
+        total += tokens * (trained_flops_per_token(run) if is_present else of_token)
+    return total
+
+
+def trained_flops_per_token(run: TrainingRun) -> float:
+    """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
+    lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
+    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)

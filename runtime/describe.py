@@ -1,0 +1,58 @@
+"""Lines of the header: what of the data counts, how often it is read, which data validates, which warmups are
+cut.
+"""
+from collections.abc import Collection
+
+from data.blend import source_names
+from data.loader import BatchLoader
+from optim.lr import schedules_of, warmup_steps
+from runtime.run import TrainingRun
+
+WARMUP = "optim.warmup"
+
+
+def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
+    """The data sets of data.valid, and which of them are trained on."""
+    trained = {dataset.index.identity for dataset in data.datasets}
+    seen = [dataset.name for dataset in valid_data.datasets if dataset.index.identity in trained]
+    note = f"   {' and '.join(seen)}: trained on, too, so its loss is not of unseen text" if seen else ""
+    return f"{valid_data.describe_datasets()}{note}"
+
+
+def describe_targets(run: TrainingRun, valid_data: BatchLoader) -> str | None:
+    """How much counts of what the run reads in its phase, and whether anything of a validation does. None
+    where everything does."""
+    counts = run.data.count_targets(run.last_step)
+    parts = [counts.describe()] if counts else []
+    validated = valid_data.sample_targets(run.cfg.eval.batches)
+    if validated and not validated.targets:
+        parts.append(f"none of a validation ({validated.looked_at:,} sequences looked at), which has no loss "
+                     "then; raise eval.batches or train.seq_len")
+    return "; ".join(parts) or None
+
+
+def describe_passes(run: TrainingRun) -> str | None:
+    """The epochs of each data set in a phase; None where it reads none more than once."""
+    paths, epochs = zip(*run.data.passes(run.last_step))
+    if max(epochs) <= 1:
+        return None
+    return ", ".join(f"{count:.3g} of {name}" for name, count in zip(source_names(list(paths)), epochs))
+
+
+def warmup_notes(run: TrainingRun, stated: Collection[str], done: int) -> list[str]:
+    """A line for each schedule of learning rates to come whose warmup is stated, and longer than it may be.
+
+    stated: keys (section.key) of the command line and its file; a recipe's warmup is for long runs. done:
+    steps.
+    """
+    found: list[str] = []
+    beginning = [phase for phase in run.phases.all if phase.begins_schedule]
+    for phase, schedule in zip(beginning, schedules_of(run.phases, run.steps)):
+        steps = schedule.end - schedule.first
+        longest = warmup_steps(schedule.cfg, steps)
+        is_stated = WARMUP in (stated if phase.number == 1 else phase.changes)
+        if is_stated and schedule.last > done and longest < schedule.cfg.warmup:
+            place = "" if phase.number == 1 else f"phase {phase.number}: "
+            found.append(f"{'warmup':<9}{place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to "
+                         f"{longest:,}, a tenth of the {steps:,} of the schedule")
+    return found
