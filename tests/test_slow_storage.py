@@ -72,7 +72,7 @@ def test_data_a_save_and_a_resume_that_take_longer_than_a_peer_may(tmp_path):
 
     def verifies_late(rank):
         if rank == 1:
-            checkpoint.folder.read_hashed = late(checkpoint.folder.read_hashed)
+            checkpoint.disk.folder.read_hashed = late(checkpoint.disk.folder.read_hashed)
 
     end = job(
         tmp_path,

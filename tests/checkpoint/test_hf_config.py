@@ -248,7 +248,16 @@ def test_a_published_config_is_the_preset(tmp_path, name):
     assert not differences(preset(name), back)
 
 
-@pytest.mark.parametrize("name", presets())
+WITHOUT_FAMILY = {"shared-keys-tiny": "mixer.keys_of"}  # what no family has
+
+
+@pytest.mark.parametrize("name, why", WITHOUT_FAMILY.items())
+def test_a_preset_without_a_family_is_refused(name, why):
+    with pytest.raises(ConfigError, match=f"{why}.* has no form in"):
+        hf_config.to_hf_config(preset(name), "bfloat16", NONE)
+
+
+@pytest.mark.parametrize("name", [name for name in presets() if name not in WITHOUT_FAMILY])
 def test_every_preset_comes_back(tmp_path, name):
     m = preset(name)
     kind, back = read(tmp_path, hf_config.to_hf_config(m, "bfloat16", NONE))

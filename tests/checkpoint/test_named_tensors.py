@@ -234,7 +234,7 @@ def test_a_box_outside_is_an_error(tmp_path, box):
 LIMITED = """
 import resource, sys, torch
 from pathlib import Path
-from checkpoint.tensors_by_name import open_safetensors_folder
+from checkpoint.disk.tensors_by_name import open_safetensors_folder
 
 torch.set_num_threads(1)
 source = open_safetensors_folder(Path(sys.argv[1]))

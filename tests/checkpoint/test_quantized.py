@@ -292,10 +292,10 @@ def test_a_cut_file_is_named(tmp_path):
 LIMITED = """
 import resource, sys, torch
 from pathlib import Path
-from checkpoint.dcp import open_dcp
-from checkpoint.pickled import open_torch_file
-from checkpoint.quantized import dequantized
-from checkpoint.tensors_by_name import open_safetensors_folder
+from checkpoint.systems.dcp import open_dcp
+from checkpoint.systems.pickled import open_torch_file
+from checkpoint.hf.quantized import dequantized
+from checkpoint.disk.tensors_by_name import open_safetensors_folder
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])

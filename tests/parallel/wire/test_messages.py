@@ -134,7 +134,7 @@ HOSTILE = {
     "no tag": b"{}",
     "a function": b'{"class":["os:system",["touch CANARY"]]}',
     "another library's class": b'{"class":["subprocess:Popen",["touch CANARY"]]}',
-    "what a module of ours imports": b'{"class":["checkpoint.store:Path",["x"]]}',
+    "what a module of ours imports": b'{"class":["checkpoint.disk.store:Path",["x"]]}',
     "a class that is not frozen": b'{"class":["parallel.wire.comm:Activity",[0,0,0,0,0,0,0]]}',
     "a module that is not loaded": b'{"class":["runtime.canary:Box",[1]]}',
     "a name with dots": b'{"class":["parallel.sharding.boxes:Box.whole",[1]]}',
