@@ -38,7 +38,7 @@ setup(
     package_data={
         "bevatron.configs": ["*.yaml", "*/*.yaml", "*/*.jsonl"],
         "bevatron.plan": ["*.csv"],
-        "bevatron.lab.scaling": ["*.js"],
+        "bevatron.runtime": ["*.js"],
     },
     cmdclass={"build_py": BuildPackage},
 )

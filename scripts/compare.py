@@ -17,8 +17,7 @@ from pathlib import Path
 from config import ConfigError
 from config.command_line import CommandParser
 from config.terminal import output_width, wrapped
-from runtime.failure import fail_cleanly
-from lab.scaling.compare import (
+from runtime.compare import (
     SMOOTHING_TEXT,
     Run,
     differences,
@@ -30,6 +29,7 @@ from lab.scaling.compare import (
     table_rows,
     text_table,
 )
+from runtime.failure import fail_cleanly
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -14,7 +14,7 @@ from ranks import MODEL, job
 from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
-from lab.scaling.compare import doubts, read_run
+from runtime.compare import doubts, read_run
 from scripts import evaluate, prepare_data
 from scripts.reproduce import check_inputs
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from config.plots import INK, new_figure, save_figure, set_open_frame, set_title, shades
-from lab.scaling.optimum import SMOOTHING, Optimum, Parabola, envelope, smoothed
+from lab.scaling.optimum import Optimum, Parabola, envelope
 from lab.scaling.sweep import CriticalBatch, SweepCurve
 from lab.scaling.systems import MODES, MeasuredCell, efficiencies
 from plan.laws import Fit
-from plan.points import Array, Points
+from plan.points import SMOOTHING, Array, Points, smoothed
 
 BEST = "#b3362b"
 HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # a forecast of one number of ranks is not a line

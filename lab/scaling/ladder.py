@@ -20,11 +20,11 @@ from config.reading import build_tree, defaults, merge, resolve
 from config.reading.sizes import sizes_at_width
 from config.reading.suggestions import check_rules
 from config.tree import plain_data
+from lab.scaling.manifest import first_difference, refuse_other, write_manifest
+from lab.scaling.settings import refuse_own_keys, words_of
 from model.attention import AttentionConfig
 from model.mlp import MLPConfig
 from plan.count import flops_per_token, parameters
-from lab.scaling.manifest import first_difference, refuse_other, write_manifest
-from lab.scaling.settings import refuse_own_keys, words_of
 
 LADDER_FILE = "ladder.json"  # in the folder of a ladder
 DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % sufficient)

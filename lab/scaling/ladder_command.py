@@ -23,11 +23,11 @@ from lab.scaling.ladder import (
     warmup_line,
     write_ladder,
 )
-from plan.laws import CHINCHILLA, KAPLAN, Fit, Law, fit_law
 from lab.scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
-from plan.points import Array, Points, check_enough, read_points, write_points
 from lab.scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
 from lab.scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, jobs_of, parse_settings, say
+from plan.laws import CHINCHILLA, KAPLAN, Fit, Law, fit_law
+from plan.points import Array, Points, check_enough, read_points, write_points
 
 LEAST_BOOTSTRAPS = 2  # a percentile needs several draws
 SECONDS_BETWEEN_LINES = 10.0  # interval of progress lines

@@ -12,9 +12,8 @@ import numpy as np
 
 from config import ConfigError
 from plan.laws import INTERVAL, Fit
-from plan.points import Array, Points
+from plan.points import Array, Points, smoothed
 
-SMOOTHING = 0.02  # window of the average before a point, as a fraction of its position
 ENVELOPE_BINS = 100  # log-spaced budgets at which the envelope is evaluated
 
 
@@ -94,26 +93,6 @@ def envelope(curves: dict[float, tuple[Array, Array]]) -> tuple[Array, Array, Ar
     return budgets[known], sizes[best][known], losses.min(0)[known]
 
 
-def smoothed(position: Array, loss: Array) -> Array:
-    """Return the mean loss [steps] of each step over those since (1 - SMOOTHING) of its position, inclusive.
-
-    `position` is what steps are measured in, such as tokens or FLOPs, and rises. Later steps have no
-    influence, so runs of any length agree where they did the same. Losses that are not finite are excluded;
-    the result is NaN where no other is left.
-    """
-    # the steps start .. end - 1 of each mean
-    ends = np.arange(1, len(loss) + 1)
-    first_near = np.searchsorted(position, (1 - SMOOTHING) * position, side="right")
-    starts = np.minimum(ends - 1, first_near)
-
-    # sum and count of the finite losses among them
-    is_finite = np.isfinite(loss)
-    sums_before = np.cumsum(np.insert(np.where(is_finite, loss, 0.0), 0, 0.0))
-    counts_before = np.cumsum(np.insert(is_finite.astype(float), 0, 0.0))
-    sums = sums_before[ends] - sums_before[starts]
-    counts = counts_before[ends] - counts_before[starts]
-    unknown = np.full(len(loss), np.nan)
-    return np.divide(sums, counts, out=unknown, where=counts > 0)
 
 
 # ---- at equal FLOPs ----------------------------------------------------------------------------------------

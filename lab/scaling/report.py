@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from plan.laws import Fit, huber_sum
 from lab.scaling.optimum import Optimum
+from plan.laws import Fit, huber_sum
 from plan.points import NON_EMBEDDING, Points
 
 LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval

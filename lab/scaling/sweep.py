@@ -19,13 +19,12 @@ import numpy as np
 import config
 from config import Config, ConfigError
 from config.reading import resolve
-from plan.job import job_of_rank
-from runtime.lines import Rows, read_metrics
 from lab.scaling.experiment import final_loss
 from lab.scaling.manifest import keep_manifest
-from lab.scaling.optimum import SMOOTHING, smoothed
-from plan.points import Array
 from lab.scaling.settings import refuse_own_keys, words_of
+from plan.job import job_of_rank
+from plan.points import SMOOTHING, Array, smoothed
+from runtime.lines import Rows, read_metrics
 
 COLUMNS = ("run", "rate", "batch_tokens", "steps", "loss", "train_loss", "steps_to_target", "noise_scale")
 LEAST_STEPS = 20  # of a run, for the smoothing

@@ -8,11 +8,6 @@ from functools import partial
 
 from config import ConfigError
 from config.terminal import output_width
-from plan.cost import cluster
-from plan.efficiency import efficiency_of
-from plan.machine import read_machine
-from runtime.guard import NonFiniteLoss
-from runtime.setup import pick_device
 from lab.scaling import figures
 from lab.scaling.experiment import Programs, kept_line, run_all, torchrun_words
 from lab.scaling.settings import (
@@ -54,6 +49,11 @@ from lab.scaling.systems import (
     write_cell,
     write_table,
 )
+from plan.cost import cluster
+from plan.efficiency import efficiency_of
+from plan.machine import read_machine
+from runtime.guard import NonFiniteLoss
+from runtime.setup import pick_device
 
 # ---- sweep -------------------------------------------------------------------------------------------------
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from config import Config, ConfigError
 from config.reading import resolve, unused
 from config.terminal import table_lines
+from lab.scaling.manifest import keep_manifest
+from lab.scaling.settings import words_of
 from plan.cost import Cluster, Efficiency, forecast
 from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.search import job_of
 from runtime.lines import read_metrics
-from lab.scaling.manifest import keep_manifest
-from lab.scaling.settings import words_of
 
 MODES = ("strong", "weak")
 SYSTEMS_FILE = "systems.json"  # in the folder of all cells

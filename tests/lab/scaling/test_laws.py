@@ -15,9 +15,8 @@ from lab.scaling.optimum import (
     fit_power_law,
     isoflop_optimum,
     parametric_optimum,
-    smoothed,
 )
-from plan.points import Points, check_enough, make_points, read_points, write_points
+from plan.points import Points, check_enough, make_points, read_points, smoothed, write_points
 from lab.scaling.report import law_lines, optimum_lines
 
 # Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off, without the five largest losses,

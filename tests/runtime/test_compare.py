@@ -9,13 +9,13 @@ import warnings
 import numpy as np
 import pytest
 
-import lab.scaling.compare
+import runtime.compare
 import scripts.compare
 from config import ConfigError
 from config.reading import dump, phases_of, resolve
 from plan.count import flops_per_token
+from runtime.compare import CHART, different_settings, doubts, draw_runs, page, read_run, table_rows
 from runtime.goodput import STARTS_FILE, StartRecord
-from lab.scaling.compare import CHART, different_settings, doubts, draw_runs, page, read_run, table_rows
 from scripts.compare import main
 
 
@@ -63,9 +63,9 @@ def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
 ])
 def test_validation_sets_under_other_weights_are_another_mixture(tmp_path, monkeypatch, second, is_same):
     """Of the same sets, by their fingerprints."""
-    monkeypatch.setattr(lab.scaling.compare, "read_validation_data", lambda folder: ("w", "c"))
+    monkeypatch.setattr(runtime.compare, "read_validation_data", lambda folder: ("w", "c"))
     origins = {"code": (1, ""), "data": (1, "")}
-    monkeypatch.setattr(lab.scaling.compare, "read_origins", lambda folder: origins)
+    monkeypatch.setattr(runtime.compare, "read_origins", lambda folder: origins)
     runs = [read_run(make_run(tmp_path / f"r{number}", [5.0, 4.0], data__valid=valid))
             for number, valid in enumerate(("0.5 web 0.5 code", second))]
     assert any("different tokens" in line for line in doubts(runs)) == (not is_same)

@@ -30,13 +30,12 @@ from config.reading import Phase, Phases, flatten_tree, phases_of, resolve, span
 from config.terminal import table_lines
 from config.tree import plain_data, value_at
 from plan.count import flops_per_token, parameters
+from plan.points import SMOOTHING, Array, smoothed
 from runtime.console import short_number
 from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
 from runtime.lines import NAME as METRICS_FILE
 from runtime.lines import Rows, is_missing, read_metrics
 from runtime.summary import SUMMARY_FILE
-from lab.scaling.optimum import SMOOTHING, smoothed
-from plan.points import Array
 
 # Keys that say where a run is, not what it is.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
