@@ -68,13 +68,15 @@ TABLE = (
         file="model/attention.py",
         old=(
             'self.head_dim, "norm", is_partial=True)\n'
-            '            self.k_norm = replicated_vector(f"{key}.k_norm.weight", '
-            'self.head_dim, "norm", is_partial=True)'
+            "            if not self.reads_keys:\n"
+            "                self.k_norm = replicated_vector(\n"
+            '                    f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)'
         ),
         new=(
             'self.head_dim, "norm", cfg.parallel.sp)\n'
-            '            self.k_norm = replicated_vector(f"{key}.k_norm.weight", '
-            'self.head_dim, "norm", cfg.parallel.sp)'
+            "            if not self.reads_keys:\n"
+            "                self.k_norm = replicated_vector(\n"
+            '                    f"{key}.k_norm.weight", self.head_dim, "norm", cfg.parallel.sp)'
         ),
         model="qwen3-tiny",
         world=2,
@@ -509,8 +511,8 @@ TABLE = (
     Mutation(
         what="the next stage gets the branch of the last block without the residual",
         file="model/transformer.py",
-        old="return add_residual(x, residual)  # one tensor",
-        new="return x  # one tensor",
+        old="return with_keys(add_residual(x, residual), context",
+        new="return with_keys(x, context",
         model="llama3-tiny",
         world=2,
         layout="pp2 zero0 mb1",
