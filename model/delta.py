@@ -156,13 +156,18 @@ class KimiDeltaAttention(nn.Module):
         self.conv = ShortConvolution(mesh, convolved, mixer.conv)
         self.out = output_projection(cfg, mesh, layer, features)
 
-        # the gates of the state and of the output, each a product of two matrices
+        # the gates of the state and of the output, each a product of two matrices, whose rank stays as models
+        # widen by heads: muP has other rates for them than for matrices between hidden features
         boxes = tuple(Box.whole(f"{key}.{name}.weight", (mixer.dim, model.hidden)) for name in ("f_a", "g_a"))
         partial_over = partial_over_tp(self.sp)
-        self.gates_down = parameter(ParameterSpec(boxes, "hidden", model.init_std, partial_over=partial_over))
+        self.gates_down = parameter(
+            ParameterSpec(boxes, "narrowing", model.init_std, partial_over=partial_over)
+        )
         shape = (features, mixer.dim)
-        self.forget_up = up_projection(f"{key}.f_b.weight", shape, model.init_std, mesh.tp)
-        self.output_up = up_projection(f"{key}.g_b.weight", shape, model.init_std, mesh.tp)
+        self.forget_up, self.output_up = (
+            up_projection(f"{key}.{name}.weight", shape, model.init_std, mesh.tp, role="widening")
+            for name in ("f_b", "g_b")
+        )
 
         self.rate = head_vector(f"{key}.A_log", mixer.heads, mesh.tp, role="rate")
         self.step = head_vector(f"{key}.dt_bias", features, mesh.tp, role="step")

@@ -262,7 +262,9 @@ def down_projection(cfg: Config, layer: int) -> ShardedParameter:
     return parameter(ParameterSpec(tuple(boxes), "hidden", model.init_std, partial_over=partial_over))
 
 
-def up_projection(key: str, shape: tuple[int, int], std: float, group: Group) -> ShardedParameter:
-    """A hidden matrix whose rows are divided over the group."""
+def up_projection(
+    key: str, shape: tuple[int, int], std: float, group: Group, role: str = "hidden"
+) -> ShardedParameter:
+    """A matrix between hidden features whose rows are divided over the group."""
     box = row_shard(key, shape, group)
-    return parameter(ParameterSpec((box,), "hidden", std))
+    return parameter(ParameterSpec((box,), role, std))

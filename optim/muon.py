@@ -4,7 +4,9 @@ This holds for hidden matrices. Embeddings, the head, routers, norms and biases 
 update of a matrix is scaled by 0.2 sqrt(max(m, n)), so that both can use one learning rate (2502.16982,
 section 2.2). muP requires an update whose spectral norm is the same at every width (arXiv 2310.17813), and
 this scale grows as the square root of the width: so under muP the learning rate of hidden matrices falls as
-the square root of the width (mup_power in config/optimizers.py).
+the square root of the width (mup_power in config/optimizers.py). Of a matrix with one side that stays, the
+spectral norm that muP requires is that of the scale where it widens, and falls 1 / width behind it where it
+narrows: the rates that AdamW has, too (ParameterSpec.with_mup).
 
 Orthogonalization needs whole matrices, whatever shards them: optim/muon_exchange.py brings each to one rank
 of the pipeline stage, and the results back.

@@ -1,8 +1,9 @@
 """The coordinate check of muP (arXiv 2203.03466, appendix D.1): do activations change equally at every width?
 
 A recipe's model is trained for a few steps at widths that double, once in the standard parametrization and
-once with model.mup.base at the smallest width. With the width grows everything that may (heads, not
-head_dim); depth, vocabulary, batch and learning rate stay.
+once with model.mup.base at the smallest width. With the width grows everything that may (heads and what
+several heads share, MLPs, the ranks of latent attention); the sizes of a head and of its state, depth,
+vocabulary, batch and learning rate stay. This holds for the mixers of all kinds of blocks.
 
 Measured on one batch: the mean |coordinate| of each kind of activation, and the mean |change| of its
 coordinates since the start. Judged: the exponents of their growth with the width, fitted in logarithms.
@@ -21,17 +22,21 @@ from torch import Tensor, nn
 
 import config
 from build import build_run
-from config import ChannelMixer, Config, ConfigError, MupConfig, kv_heads
+from config import ChannelMixer, Config, ConfigError, MupConfig, NoPart, TokenMixer, layer_kinds
+from config.pattern import BlockVariant
 from config.reading import resolve
 from config.reading.suggestions import check_rules
+from config.tree import with_values
 from kernels.linear import linear
-from model.attention import AttentionConfig
+from model.attention import Attention
 from model.block import TransformerBlock
-from model.mla import LatentConfig
+from model.delta import KimiDeltaAttention
+from model.mla import MultiLatentAttention
 from model.moe import MoE
 from model.norm import add_residual
+from model.recurrence import SplitProjection
 from model.rope import with_fitting_longrope, with_original_context
-from model.router import ExpertsConfig, Router, has_experts, mixture, with_mlps
+from model.router import ExpertsConfig, Router, mixture, with_mlps
 from model.transformer import PipelineStage
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
@@ -43,20 +48,34 @@ Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, ...]], No
 WIDTHS = (64, 128, 256, 512, 1024)
 MIXTURE_WIDTHS = WIDTHS[:4]  # of a mixture, all of whose experts are trained
 HEAD_DIM = 16
-LAYERS = 2
+FIXED = {  # sizes of mixers that stay as the width grows
+    "head_dim": HEAD_DIM,
+    "nope_dim": HEAD_DIM // 2,
+    "rope_dim": HEAD_DIM // 2,
+    "key_dim": HEAD_DIM,
+    "v_dim": HEAD_DIM,
+    "dim": HEAD_DIM,
+    "state": HEAD_DIM,
+}
+RANKS = ("kv_rank", "q_rank")  # sizes of mixers that grow with the width, beside the heads
+LAYERS = 2  # at least: all kinds of blocks are there
 VOCAB = 32
-STEPS = 5
+STEPS = 8  # enough that the first weights of the head, which see less of every update, count for little
 BATCH = 8
 SEQ_LEN = 32
 LEARNING_RATE = 2e-3
 
 BOUND = 0.25  # of muP's exponents: changes within +-BOUND, sizes below BOUND
 # The change of router logits may fall as fast as width^-0.5: its first weights see less of every update, in
-# proportion to width^-0.5, and few experts average little of that out.
-LOWER_BOUNDS = {"router": -0.5}
+# proportion to width^-0.5, and few experts average little of that out. The same holds for the low-rank
+# features of Kimi delta attention, and for the gates that are linear in them.
+LOWER_BOUNDS = {"router": -0.5, "low_rank": -0.5, "gates": -0.5}
 STANDARD_GROWTH = 0.5  # without muP, the exponent of the logits' change is above this
 
-COLOURS = ("#7a7a7a", "#2f6db3", "#d9742b", "#2e9384", "#c2497a", "#8a6bb8")
+COLOURS = (
+    "#7a7a7a", "#2f6db3", "#d9742b", "#2e9384", "#c2497a", "#8a6bb8",
+    "#a3862a", "#6f4e37", "#5fa8d3", "#9bbf5a", "#1f1f1f",
+)
 
 
 # ---- what is trained ---------------------------------------------------------------------------------------
@@ -67,43 +86,39 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
     base: the smallest width, and model.mup.base if `mup`.
     """
     model = cfg.model
-    num_heads = width // HEAD_DIM
-    heads_a_group = min(model.mixer.heads // kv_heads(model), base // HEAD_DIM)
-    mixtures = (layer + 1 for layer in range(model.layers) if has_experts(model, layer))
-    num_layers = max(LAYERS, next(mixtures, 0))
 
-    def grown(size: int | None) -> int | None:
-        return None if size is None else max(1, round(size * (width / model.hidden)))
+    def grown(size: int) -> int:
+        return max(1, round(size * (width / model.hidden)))
 
-    mixer: AttentionConfig | LatentConfig = model.mixer
-    if isinstance(mixer, LatentConfig):
-        mixer = replace(
-            mixer,
-            heads=num_heads,
-            kv_rank=grown(mixer.kv_rank),
-            q_rank=grown(mixer.q_rank),
-            nope_dim=HEAD_DIM // 2,
-            rope_dim=HEAD_DIM // 2,
-            v_dim=HEAD_DIM,
-        )
-    else:
-        mixer = replace(
-            mixer,
-            heads=num_heads,
-            kv_heads=None if mixer.kv_heads is None else num_heads // heads_a_group,
-            head_dim=HEAD_DIM,
-        )
+    def widened_mixer(mixer: TokenMixer) -> TokenMixer:
+        sizes = {name: size for name, size in FIXED.items() if hasattr(mixer, name)}
+        sizes |= {name: grown(getattr(mixer, name)) for name in RANKS if getattr(mixer, name, None)}
+        counts = mixer.heads_over_tp()
+        for name, number in counts.items():
+            heads_a_group = min(counts["heads"] // number, base // HEAD_DIM)
+            sizes[name] = width // HEAD_DIM // heads_a_group
+        return replace(with_original_context(mixer, SEQ_LEN), **sizes)
+
     def widened_mlp(mlp: ChannelMixer) -> ChannelMixer:
+        if isinstance(mlp, NoPart):
+            return mlp
         mlp = replace(mlp, width=grown(mlp.width))
         if not isinstance(mlp, ExpertsConfig):
             return mlp
         return replace(mlp, router=replace(mlp.router, jitter=0.0), capacity=None)
 
+    def widened_variant(variant: BlockVariant) -> BlockVariant:
+        mixer = with_values(model, dict(variant.changes)).mixer
+        others = [change for change in variant.changes if change[0].partition(".")[0] != "mixer"]
+        return replace(variant, changes=(*others, ("mixer", widened_mixer(mixer))))
+
+    kinds = layer_kinds(model)
+    blocks = tuple(widened_variant(variant) for variant in model.blocks)
     widened_model = with_fitting_longrope(replace(
-        with_mlps(model, widened_mlp),
+        with_mlps(replace(model, blocks=blocks), widened_mlp),
         hidden=width,
-        mixer=with_original_context(mixer, SEQ_LEN),
-        layers=num_layers,
+        mixer=widened_mixer(model.mixer),
+        layers=max(LAYERS, *(kinds.index(kind) + 1 for kind in kinds)),
         vocab=VOCAB,
         vocab_multiple=32,
         context=SEQ_LEN,
@@ -157,13 +172,8 @@ def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
 
     def keep(kind: str) -> Hook:
         def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
-            if isinstance(module, Router):
-                value = linear(args[0], module.weight)
-            elif isinstance(module, TransformerBlock):
-                value = add_residual(*out[:2])
-            else:
-                value = out[0] if isinstance(out, tuple) else out
-            seen.setdefault(kind, []).append(value.flatten())
+            for name, value in values_at(module, kind, args[0], out).items():
+                seen.setdefault(name, []).append(value.flatten())
 
         return hook
 
@@ -171,7 +181,13 @@ def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
     modules: list[tuple[nn.Module, str]] = [(stage.embedding, "embedding")]
     for block in stage.blocks:
         assert isinstance(block, TransformerBlock)
-        modules += [(block.attn, "attention"), (block.mlp, "mlp"), (block, "residual")]
+        modules.append((block, "residual"))
+        if block.attn is not None:
+            has_softmax = isinstance(block.attn, (Attention, MultiLatentAttention))
+            modules.append((block.attn, "attention" if has_softmax else "state"))
+            modules += [(part, "") for part in block.attn.modules() if isinstance(part, SplitProjection)]
+        if block.mlp is not None:
+            modules.append((block.mlp, "mlp"))
         if isinstance(block.mlp, MoE):
             modules.append((block.mlp.router, "router"))
 
@@ -181,6 +197,26 @@ def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
         hook.remove()
     found = {kind: torch.cat(values) for kind, values in seen.items()}
     return found | {"logits": logits.flatten()}
+
+
+def values_at(
+    module: nn.Module, kind: str, x: Tensor, out: Tensor | tuple[Tensor, ...]
+) -> dict[str, Tensor]:
+    """{kind of activation: its values} at a module that reads x. Norms and gates behind the projections of
+    mixers with a state hide their size, so they are seen apart."""
+    if isinstance(module, Router):
+        return {kind: linear(x, module.weight)}
+    if isinstance(module, TransformerBlock):
+        return {kind: add_residual(*out[:2])}
+    if isinstance(module, SplitProjection):
+        return dict(zip(("features", "numbers"), out))
+    found = {kind: out[0] if isinstance(out, tuple) else out}
+    if isinstance(module, KimiDeltaAttention):
+        found["low_rank"] = linear(x, module.gates_down)
+        forget, gate = found["low_rank"].chunk(2, -1)
+        gates = linear(forget, module.forget_up), linear(gate, module.output_up)
+        found["gates"] = torch.cat(gates, -1)
+    return found
 
 
 def measure(cfg: Config) -> dict[str, tuple[float, float]]:

@@ -34,6 +34,8 @@ ROLES = {
     "embedding": Role("normal", has_decay=True),  # the table of tokens; tied, the output head's as well
     "positions": Role("normal", has_decay=True),  # learned positions
     "hidden": Role("normal", has_decay=True),  # a matrix from hidden features to hidden features
+    "narrowing": Role("normal", has_decay=True),  # to a few features, whose number stays as models widen
+    "widening": Role("normal", has_decay=True),  # from such a few to hidden features
     "head": Role("normal", has_decay=True),  # from the hidden state to the vocabulary
     "router": Role("normal", has_decay=True),  # from the hidden state to the experts
     "gate": Role("normal", has_decay=True),  # from the hidden state to a few numbers
@@ -85,7 +87,7 @@ class ParameterSpec:
 
     @property
     def is_hidden_matrix(self) -> bool:
-        return self.role == "hidden"
+        return self.role in ("hidden", "narrowing", "widening")
 
     @property
     def is_replicated_over_tp(self) -> bool:
@@ -95,15 +97,15 @@ class ParameterSpec:
     def with_mup(self, width_ratio: float, power: float) -> "ParameterSpec":
         """The spec in a model `width_ratio` times as wide as the one whose rates were tuned.
 
-        muP (arXiv 2203.03466, table 8): tables and vectors stay. A hidden matrix starts width_ratio^-1/2
-        times as large and learns width_ratio^-power times as fast. A router or gate, which maps the hidden
-        state to a fixed number of outputs, starts and learns 1 / width_ratio times (table 3: the same as a
-        factor behind it).
+        muP (arXiv 2203.03466, table 8): tables and vectors stay, and so does a widening matrix, whose inputs
+        stay as few. A hidden matrix starts width_ratio^-1/2 times as large and learns width_ratio^-power
+        times as fast. A router, a gate or a narrowing matrix, which maps the hidden state to a fixed number
+        of outputs, starts and learns 1 / width_ratio times (table 3: the same as a factor behind it).
         """
         if self.role == "hidden":
             std = self.std / width_ratio**0.5
             return replace(self, std=std, lr_factor=self.lr_factor / width_ratio**power)
-        if self.role in ("router", "gate"):
+        if self.role in ("router", "gate", "narrowing"):
             return replace(self, std=self.std / width_ratio, lr_factor=self.lr_factor / width_ratio)
         return self
 

@@ -11,7 +11,7 @@ import torch
 import build
 from checkpoint import hf
 from checkpoint.trained import weights_only
-from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig
+from config import OPTIMIZERS, ConfigError, MupConfig, ParallelConfig, layer_models
 from model import head as loss
 from model.router import ExpertsConfig, with_mlps
 from parallel.sharding.boxes import Box
@@ -47,13 +47,19 @@ def whole(run, flat=lambda b: b.weights.master):
     return {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, flat(b))}
 
 
+READ = (".router.", "_gate.", ".f_a.", ".g_a.")  # from the hidden state to a fixed number of outputs
+SAME = (".embed.", ".positions.", ".head.", "_conv.", ".conv.", ".f_b.", ".g_b.")
+
+
 def kind(key, w):
-    if w.dim() == 1 or key.split(".")[0] in ("embed", "positions", "head"):
+    if w.dim() == 1 or any(part in f".{key}" for part in SAME):
         return "same"
-    return "read" if ".router." in key or "_gate." in key else "hidden"
+    return "read" if any(part in key for part in READ) else "hidden"
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "qwen2-moe-tiny", "deepseek-v3-tiny"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-tiny", "qwen2-moe-tiny", "deepseek-v3-tiny", "kimi-delta-tiny", "mamba-tiny"]
+)
 def test_each_class_starts_as_the_paper_says(name):
     plain, mup = (whole(made(wide(name, base))) for base in (None, 8))
     seen = set()
@@ -66,7 +72,7 @@ def test_each_class_starts_as_the_paper_says(name):
             atol=0,
             msg=key,
         )
-    assert seen == {"same", "hidden"} | ({"read"} if "moe" in name or "deepseek" in name else set())
+    assert seen == {"same", "hidden"} | (set() if name in ("gpt2-tiny", "mamba-tiny") else {"read"})
 
 
 @pytest.mark.slow
@@ -93,14 +99,15 @@ def test_adamw_is_torchs_with_scaled_rates_and_the_decay_of_the_base(name):
         torch.testing.assert_close(w, params[k].detach(), rtol=1e-12, atol=1e-14, msg=k)
 
 
+@pytest.mark.parametrize("model", ["mixtral-tiny", "kimi-delta-tiny"])
 @pytest.mark.parametrize("name, power", [("lion", 1.0), ("muon", 0.5)])
-def test_the_others_move_a_hidden_matrix_by_their_share(name, power):
+def test_the_others_move_a_hidden_matrix_by_their_share(name, power, model):
     """One step from the same weights, gradients and momentum, without decay: the plain update over
     m^power.
     """
     moved = {}
     for base in (None, 8):
-        cfg = wide("mixtral-tiny", base)
+        cfg = wide(model, base)
         run = made(replace(cfg, optim=replace(cfg.optim, name=name, weight_decay=0.0, eps=1e-12)))
         stream = torch.Generator().manual_seed(3)
         grads = {}
@@ -197,10 +204,12 @@ def test_tables_vectors_and_readouts():
 
     assert matrix("hidden").with_mup(16, 1) == replace(matrix("hidden"), std=0.005, lr_factor=1 / 16)
     assert matrix("hidden").with_mup(16, 0.5).lr_factor == 0.25
-    for role in ("router", "gate"):
+    for role in ("router", "gate", "narrowing"):
         assert matrix(role).with_mup(16, 0.5).lr_factor == 1 / 16
-    for role in ("embedding", "positions", "head", "norm", "bias"):
+    for role in ("embedding", "positions", "head", "norm", "bias", "convolution", "widening"):
         assert matrix(role).with_mup(16, 1) == matrix(role)
+    for role in ("hidden", "narrowing", "widening"):
+        assert matrix(role).is_hidden_matrix  # what Muon takes, with muP and without
 
 
 # ---- the coordinate check ----------------------------------------------------------------------------------
@@ -226,6 +235,63 @@ def test_coordinates_stay(standard):
 @pytest.mark.parametrize("name", ["mixtral-tiny", "deepseek-v3-tiny"])
 def test_coordinates_of_a_mixture_stay(standard, name):
     assert judged(standard, name) == []
+
+
+def with_mixer(kind, **sizes):
+    sizes = {"kind": kind, **sizes}
+    words = [word for name, size in sizes.items() for word in (f"--model.mixer.{name}", str(size))]
+    return coord.config.reading.resolve("llama-mini", None, words)
+
+
+MIXERS = {
+    "delta": (with_mixer("delta", heads=4, key_heads=2), {"features", "numbers"}),
+    "kimi": (with_mixer("kimi", heads=4), {"features", "numbers", "low_rank", "gates"}),
+    "mamba": (with_mixer("mamba", heads=4, groups=2), {"features", "numbers"}),
+    "short_conv": (with_mixer("short_conv"), set()),
+}
+SEEN = {"embedding", "state", "mlp", "residual", "logits"}
+
+
+@pytest.mark.slow(every=2)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_coordinates_of_a_mixer_with_a_state_stay(mixer):
+    """And grow in the standard parametrization, each kind of them."""
+    cfg, inside = MIXERS[mixer]
+    widths = coord.WIDTHS[:4]
+    found = {mup: coord.rows(cfg, widths, mup) for mup in (False, True)}
+    assert {row.kind for row in found[True]} == SEEN | inside
+    assert coord.verdict(found[False], found[True]) == []
+    wrong = {row.kind for row in found[False] if row.wrong and row.what == "change"}
+    assert wrong == (SEEN | inside) - {"embedding"}
+
+
+@pytest.mark.slow
+def test_coordinates_of_a_pattern_stay():
+    """Of two mixers: a kind of block states its own, which widens as the model's does."""
+    cfg = coord.config.reading.resolve("delta-tiny", None, [])
+    for width in WIDTHS:
+        model = coord.widened(cfg, width, True, WIDTHS[0]).model
+        kinds = layer_models(model)
+        assert {like.mixer.heads for like in kinds.values()} == {width // coord.HEAD_DIM}
+        assert model.layers == 4 and len(kinds) == 2
+        assert kinds["linear"].mixer.key_heads == kinds["block"].mixer.kv_heads == width // 32
+    found = [coord.rows(cfg, WIDTHS, mup) for mup in (False, True)]
+    assert coord.verdict(*found) == []
+    assert {"attention", "state"} <= {row.kind for row in found[1]}
+
+
+@pytest.mark.slow
+def test_gates_that_take_a_rank_for_a_width_are_seen(monkeypatch):
+    """Kimi's low-rank matrices as if they were between hidden features: what the gates learn vanishes."""
+    with_mup = ParameterSpec.with_mup
+
+    def as_hidden(spec, *ratios):
+        role = "hidden" if spec.is_hidden_matrix else spec.role
+        return with_mup(replace(spec, role=role), *ratios)
+
+    monkeypatch.setattr(ParameterSpec, "with_mup", as_hidden)
+    wrong = [row.wrong for row in coord.rows(MIXERS["kimi"][0], WIDTHS, True) if row.wrong]
+    assert any("change of gates" in line for line in wrong)
 
 
 def test_a_rate_that_does_not_fall_is_seen(standard, monkeypatch):
