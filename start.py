@@ -106,7 +106,7 @@ class ChosenConfig(NamedTuple):
 
 
 def choose_config(
-    cfg: Config, folder: Path, peers: PeerWatch, argv: list[str], stated: Collection[str]
+    cfg: Config, folder: Path, peers: PeerWatch, *, argv: list[str], stated: Collection[str]
 ) -> ChosenConfig:
     """Refuse what cannot run, before anything starts; print what the keys say of each other.
 
