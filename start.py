@@ -107,7 +107,7 @@ class ChosenConfig(NamedTuple):
 
 
 def choose_config(
-    cfg: Config, folder: Path, peers: PeerWatch, argv: list[str], stated: Collection[str]
+    cfg: Config, folder: Path, peers: PeerWatch, *, argv: list[str], stated: Collection[str]
 ) -> ChosenConfig:
     """Refuse what cannot run, before anything starts; print what the keys say of each other.
 
@@ -237,7 +237,16 @@ def begin_run(
     owes_evaluation = is_of_phase and is_evaluation_missing(cfg, start.step, folder, everyone, is_end=is_end)
     if not is_end or owes_evaluation:
         notes += probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)
-    return Beginning(run, valid_data, start, notes, tasks, in_memory, uploads, owes_evaluation)
+    return Beginning(
+        run=run,
+        valid_data=valid_data,
+        start=start,
+        notes=notes,
+        tasks=tasks,
+        in_memory=in_memory,
+        uploads=uploads,
+        owes_evaluation=owes_evaluation,
+    )
 
 
 def end_finished_run(begun: Beginning, env: setup.LaunchEnv, folder: Path) -> str:
@@ -498,7 +507,19 @@ def open_services(
         in_memory=begun.in_memory,
         observe=None if observe is setup.no_fault else observe,
     )
-    return Services(run.phases.whole, env, world, folder, log, goodput, saving, guard, stop, observe, extras)
+    return Services(
+        cfg=run.phases.whole,
+        env=env,
+        world=world,
+        folder=folder,
+        log=log,
+        goodput=goodput,
+        saving=saving,
+        guard=guard,
+        stop=stop,
+        observe=observe,
+        extras=extras,
+    )
 
 
 def log_header(

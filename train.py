@@ -143,7 +143,8 @@ class Session:
     start_step: int
 
     def evaluate(self, step: int) -> None:
-        evaluate(self.evaluation, self.run, step, self.services.log, self.services.goodput)
+        log, goodput = self.services.log, self.services.goodput
+        evaluate(self.evaluation, self.run, step, log=log, goodput=goodput)
 
 
 class LoopEnd(NamedTuple):
@@ -319,7 +320,7 @@ def train(
                     made = session.run.provenance
                     session.run.data.close()
                     del session  # its memory is free before the next phase takes its own
-                    session = begin_phase(services, end.step, start, made, tasks)
+                    session = begin_phase(services, end.step, start, made=made, tasks=tasks)
                     end = train_loop(session)
             session.run.data.close()
             reason = end.reason if end.step < session.run.steps else None
@@ -338,7 +339,7 @@ def open_session(services: Services, run: TrainingRun, evaluation: Evaluation, s
 
 
 def begin_phase(
-    services: Services, step: int, start: state.StartingPoint, made: Tree, tasks: "dict[int, EncodedTasks]"
+    services: Services, step: int, start: state.StartingPoint, *, made: Tree, tasks: "dict[int, EncodedTasks]"
 ) -> Session:
     """The session of the phase after `step`, which is saved. Collective. See build_next_phase."""
     gc.collect()  # hooks and buckets refer to each other
@@ -359,7 +360,7 @@ def main(argv: list[str]) -> int:
         cfg = with_own_folder(usual, file, argv)
         folder = run_folder(cfg)
         stated = stated_keys(file, argv)
-        cfg, env, done, about_layout = choose_config(cfg, folder, peers, argv, stated)
+        cfg, env, done, about_layout = choose_config(cfg, folder, peers, argv=argv, stated=stated)
         if rank == 0 and cfg.log.name != usual.log.name:
             note_other_name(usual.log.name, cfg.log.name)
 

@@ -123,7 +123,7 @@ def open_evaluation(
 
 
 def evaluate(
-    evaluation: Evaluation, run: TrainingRun, step: int, log: MetricsLogger, goodput: GoodputClock
+    evaluation: Evaluation, run: TrainingRun, step: int, *, log: MetricsLogger, goodput: GoodputClock
 ) -> None:
     """Writes the validation loss, that of each source and of the average of the weights (train.ema), and a
     sample of text into the log. Collective."""

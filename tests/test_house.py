@@ -284,3 +284,18 @@ def test_a_start_that_asks_for_no_plan_loads_no_planner(real_starts):
     code = "import sys, train; print(*sorted(name for name in sys.modules if name.startswith('plan.')))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["plan.count", "plan.job"]
+
+
+def test_the_step_and_the_loop_stay_short():
+    """A stranger reads train.py from top to bottom. What not every run has stands beside it."""
+    text = (ROOT / "train.py").read_text()
+    assert len(text.splitlines()) <= 400
+    named = {node.name: node for node in ast.parse(text).body if hasattr(node, "name")}
+    step = named["train_step"]
+    inner = (ast.FunctionDef, ast.Lambda)
+    assert len(step.body) - 1 <= 12  # without its docstring
+    assert not any(isinstance(node, inner) for node in ast.walk(step) if node is not step)
+    assert sum(isinstance(node, ast.AnnAssign) for node in named["Session"].body) <= 8
+    for where in MODULES:
+        nodes = list(ast.walk(ast.parse((ROOT / where).read_text())))
+        assert not any(node.args.kwarg for node in nodes if isinstance(node, inner)), where

@@ -574,7 +574,7 @@ def test_a_failure_while_a_phase_begins_leaves_a_summary(tmp_path):
     """There is no session then that could write it; advice on memory is given once."""
 
     def fail(rank):
-        def begin_phase(services, *_):
+        def begin_phase(services, *_, **__):
             with advised_on_memory(services.cfg, services.world):
                 raise MemoryError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 

@@ -67,8 +67,18 @@ TABLE = (
     Mutation(
         what="per-head norm gradient is summed only under sequence parallelism (Megatron-LM 7452)",
         file="model/attention.py",
-        old='self.head_dim, "norm", is_partial=True)',
-        new='self.head_dim, "norm", cfg.parallel.sp)',
+        old=(
+            'self.head_dim, "norm", is_partial=True)\n'
+            "            if not self.reads_keys:\n"
+            "                self.k_norm = replicated_vector(\n"
+            '                    f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)'
+        ),
+        new=(
+            'self.head_dim, "norm", cfg.parallel.sp)\n'
+            "            if not self.reads_keys:\n"
+            "                self.k_norm = replicated_vector(\n"
+            '                    f"{key}.k_norm.weight", self.head_dim, "norm", cfg.parallel.sp)'
+        ),
         model="qwen3-tiny",
         world=2,
         layout="tp2 no-sp zero0 mb1",
