@@ -137,7 +137,8 @@ def test_saver_has_one_in_flight(tmp_path):
 
 def test_the_run_lock_names_its_holder_and_dies_with_it(tmp_path):
     code = (
-        f"import sys, time; sys.path.insert(0, {str(Path.cwd())!r})\nfrom checkpoint.disk.locks import run_lock\n"
+        f"import sys, time; sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from checkpoint.disk.locks import run_lock\n"
         f"with run_lock({str(tmp_path)!r}):\n    print('mine', flush=True)\n    time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
