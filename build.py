@@ -1,4 +1,4 @@
-"""A config -> a TrainingRun: all that a step needs, made once; and what stands beside step and loop."""
+"""Build a TrainingRun from a config: model, buckets, pipeline, optimizer, and the extras it asks for."""
 import pkgutil
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,7 +29,7 @@ from runtime.garbage import GarbageCollection
 from runtime.run import TrainingRun
 from runtime.setup import LaunchEnv
 
-if TYPE_CHECKING:  # a run that asks for none of them loads none of them
+if TYPE_CHECKING:  # optional features, imported only if the config enables them
     from checkpoint.lease import Lease
     from checkpoint.memory import MemoryCheckpoints
     from optim.ema import WeightEMA
@@ -40,9 +40,9 @@ if TYPE_CHECKING:  # a run that asks for none of them loads none of them
 
 
 def with_vocab(cfg: Config, vocab: int) -> Config:
-    """The config with the tokenizer's vocabulary, unless it asks for a larger one.
+    """Return the config with model.vocab set to the tokenizer's, unless it is already set.
 
-    Raises ConfigError if it asks for a smaller one.
+    Raises ConfigError if model.vocab is set and smaller than the tokenizer's.
     """
     if cfg.model.vocab is None:
         return replace(cfg, model=replace(cfg.model, vocab=vocab))
@@ -55,9 +55,9 @@ def with_vocab(cfg: Config, vocab: int) -> Config:
 
 
 def total_steps(cfg: Config, flops_per_token: float) -> int:
-    """train.steps, or the steps of train.tokens or train.flops, rounded up.
+    """Return train.steps, or the number of steps that train.tokens or train.flops takes, rounded up.
 
-    Raises ConfigError if none is set.
+    Raises ConfigError if none of them is set.
     """
     train = cfg.train
     if train.steps:
@@ -75,18 +75,18 @@ def total_steps(cfg: Config, flops_per_token: float) -> int:
 
 @dataclass(frozen=True)
 class StageBuckets:
-    """The storage of this rank's stages, and when it is exchanged."""
-    buckets: list[Bucket]  # of all parts of this rank, each once
-    schedulers: dict[int, ZeroScheduler]  # of each stage, by its number
+    """The buckets of this rank's stages and the schedulers of their collectives."""
+    buckets: list[Bucket]  # all buckets of this rank, without duplicates
+    schedulers: dict[int, ZeroScheduler]  # {stage number: scheduler}
 
 
 def make_buckets(
     cfg: Config, mesh: Mesh, device: torch.device, stages: dict[int, PipelineStage]
 ) -> StageBuckets:
-    """Storage and initial weights for the stages, and ZeRO attached to them. Sends nothing.
+    """Allocate buckets, initialize weights and attach ZeRO to the stages. No communication.
 
-    A table that the first and the last stage need has a bucket of its own, so that both ends of a pipeline
-    divide it into the same shards.
+    An embedding table shared by the first and the last stage gets a separate bucket, so that both ends of
+    the pipeline shard it identically.
     """
     sharding = sharding_config(cfg)
     dtype = DTYPES[cfg.train.dtype]
@@ -116,7 +116,7 @@ def make_buckets(
 def without_storage(
     params: list[ShardedParameter], shared_table: ShardedParameter | None, bucket_of: dict[int, Bucket]
 ) -> list[list[ShardedParameter]]:
-    """The parameters that are in no bucket yet: [the shared table alone, the others]."""
+    """Return the parameters that are not in a bucket yet, as [[the shared table], [the others]]."""
     new = [param for param in params if id(param) not in bucket_of]
     shared = [param for param in new if param is shared_table]
     others = [param for param in new if param is not shared_table]
@@ -134,12 +134,13 @@ def build_run(
     steps: int,
     phase: int = 1,
 ) -> TrainingRun:
-    """The run of a config on this rank, with initial weights. data: the train split, if the run reads one.
+    """Build the run of a config on this rank, with initial weights.
 
-    phase: the number of the phase of train.phases whose steps it makes; each has a run of its own.
+    data: the train split, or None if the run does not read one. phase: the number of the phase in
+    train.phases; each phase is built as a separate run.
 
-    Raises ConfigError before anything is allocated. Collective with Muon, LAMB and LARS: ranks tell each
-    other what they hold. With other optimizers it sends nothing.
+    Raises ConfigError before anything is allocated. Collective with Muon, LAMB and LARS, whose ranks exchange
+    what they own; with other optimizers there is no communication.
     """
     phases = phases_of(cfg)
     cfg = phases.all[phase - 1].cfg
@@ -196,14 +197,14 @@ def build_run(
 
 
 class StepExtras(NamedTuple):
-    """What a step has beside the plain one, in the order of the calls; two of them also by name."""
+    """The extras of a step in call order; two of them are also accessible by name."""
     extras: Extras
     noise_scale: "GradientNoiseScale | None"
     ema: "WeightEMA | None"
 
 
 def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: SpikeState) -> StepExtras:
-    """What the config asks for beside the plain step. train.py adds what the loop has beside it."""
+    """Create the extras of the step that the config enables. train.py appends those of the loop."""
     extras: list[Extra] = []
     noise_scale: "GradientNoiseScale | None" = None
     ema: "WeightEMA | None" = None
@@ -212,14 +213,14 @@ def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: Spike
     if cfg.train.rerun_every is not None or cfg.train.rerun_suspects:
         from runtime.rerun import StepRecorder
 
-        recorder = StepRecorder(cfg.train, buckets, mesh)  # before others send something at judge()
+        recorder = StepRecorder(cfg.train, buckets, mesh)  # first: later ones communicate in judge()
         extras.append(recorder)
     if cfg.optim.spike_sigma is not None:
         extras.append(spikes)
     if recorder is not None:
         from runtime.rerun import StepReruns
 
-        extras.append(StepReruns(cfg.train, recorder, mesh))  # behind what may call a step suspect
+        extras.append(StepReruns(cfg.train, recorder, mesh))  # after those that may mark a step as suspect
     if cfg.log.noise_scale:
         from optim.noise import GradientNoiseScale
 
@@ -242,9 +243,10 @@ def extras_of_loop(
     in_memory: "MemoryCheckpoints | None",
     observe: "FaultHook | None",
 ) -> list[Extra]:
-    """What the loop has beside the plain one, in the order of the calls. Collective where ranks are compared.
+    """Create the extras of the loop, in call order. Collective under log.slow_window.
 
-    lease: on the run folder; in_memory: checkpoints; observe: faults, or a proof that looks on.
+    lease: lease on the run folder. in_memory: in-memory checkpoints. observe: fault injector, or the observer
+    of a proof.
     """
     cfg, log, goodput = run.cfg, saving.log, saving.goodput
     extras: list[Extra] = []
@@ -293,12 +295,12 @@ def recording_of(pipeline: Pipeline, device: torch.device, buckets: list[Bucket]
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """The class that config/optimizers.py names."""
+    """Return the optimizer class registered in config/optimizers.py."""
     return pkgutil.resolve_name(OPTIMIZERS[name].implementation)
 
 
 def check_device(cfg: Config, device: torch.device) -> None:
-    """Raises ConfigError if the device cannot run the config."""
+    """Raise ConfigError if the device cannot run the config."""
     if cfg.train.dtype != "fp8" or device.type != "cuda":
         return
     if torch.version.hip:

@@ -1,4 +1,4 @@
-"""DiskSaves: the checkpoints of a run on the disk, and what the run says of them."""
+"""DiskSaves: save a run to disk and report each save."""
 import contextlib
 import time
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
 
-if TYPE_CHECKING:  # a run without them loads neither
+if TYPE_CHECKING:  # imported only by runs that use them
     from checkpoint.uploader import CheckpointUploader
     from runtime.faults import FaultHook
 
 
 class DiskSaves:
-    """Saves a run, in the background under checkpoint.async_save.
+    """Save a run to disk, in the background under checkpoint.async_save.
 
-    uploads: to checkpoint.mirror, or None without one. observe: called at each of store.FAULT_POINTS.
+    uploads: the uploader to checkpoint.mirror, if that is set. observe: called at each of store.FAULT_POINTS.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class DiskSaves:
         self.observe = observe
 
     def prepare(self, run: TrainingRun, step: int) -> None:
-        """Read all steps. Raises what must end a run before it is saved, and then leaves it unsaved."""
+        """Flush the log and call before_save. Raises instead of saving a run that must be aborted."""
         self.guard.count_skipped(self.log.flush())
         run.extras.before_save(run, step)
 
     def save(self, run: TrainingRun, step: int, *, is_final: bool) -> None:
         """Save a checkpoint, and wait for it if it is the final one.
 
-        Raises ReplicasDiffer before anything is written if ranks that must hold the same numbers do not, and
-        StorageError where the final save fails, or more in a row than checkpoint.failed_saves.
+        Raises ReplicasDiffer before anything is written if replicas diverge, and StorageError if the final
+        save fails or if more than checkpoint.failed_saves saves fail in a row.
         """
         self.prepare(run, step)
         with self.goodput.spending("saving"):
@@ -67,7 +67,7 @@ class DiskSaves:
             self.run_folder.restore(run, step)
             started = time.perf_counter()
             replicas.compare_replicas(run)
-            with self.excused():  # of the save before, in the background
+            with self.excused():  # the previous save, in the background
                 self.saver.wait()
             with self.excused(is_final):
                 self.write(run, step, is_final=is_final, started=started)
@@ -75,7 +75,7 @@ class DiskSaves:
 
     def write(self, run: TrainingRun, step: int, *, is_final: bool, started: float) -> None:
         def fault_point(point: str) -> object:
-            return self.observe(point, step)  # of the save, which may end at a later one
+            return self.observe(point, step)  # the step being saved; training may be ahead of it
 
         state.save_run(run, self.saver, self.root, step, fault_point=fault_point)
         if self.saver.in_background and not is_final:
@@ -86,15 +86,15 @@ class DiskSaves:
         self.log.log_save(path, num_bytes, time.perf_counter() - started, linked_bytes)
 
     def list_saved(self) -> list[tuple[int, Path]]:
-        """[(step, folder)] of the checkpoints on the disk, the newest first."""
+        """Return [(step, folder)] of the checkpoints on disk, newest first."""
         return store.committed_checkpoints(self.root)
 
     def has_failed(self) -> bool:
-        """Whether a save in the background has failed on this rank, or too many uploads in a row."""
+        """Return whether a background save, or too many uploads in a row, failed on this rank."""
         return self.saver.has_failed() or (self.uploads is not None and self.uploads.has_failed())
 
     def raise_failure(self, everyone: Group) -> None:
-        """Raise on every rank what has failed on any and is not excused. Collective."""
+        """Raise on every rank any failure that is not tolerated. Collective."""
         with self.excused():
             self.saver.wait()
         if self.uploads is not None:
@@ -102,11 +102,9 @@ class DiskSaves:
 
     @contextlib.contextmanager
     def excused(self, is_final: bool = False) -> Iterator[None]:
-        """A save that fails inside for its storage is a warning: the next one tries again. All ranks do
-        alike.
+        """Turn a StorageError of a save into a warning, on all ranks; the next save tries again.
 
-        Raises its StorageError if it is the final one, or if more in a row failed than
-        checkpoint.failed_saves.
+        Re-raises it if the save is the final one or if more than checkpoint.failed_saves failed in a row.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Saves in the memory of this node and others, between those on the disk (checkpoint.memory_every)."""
+"""In-memory saves on this and other nodes, between the saves to disk (checkpoint.memory_every)."""
 from typing import Any
 
 from checkpoint import replicas, state
@@ -11,7 +11,7 @@ from runtime import failure
 
 
 class MemorySaves(Extra):
-    """in_memory: of this run; every: steps, or None in a run that only goes on from what is in memory."""
+    """Save to memory every `every` steps; with None, a run only resumes from memory and never saves to it."""
 
     def __init__(self, in_memory: MemoryCheckpoints, every: int | None, saving: DiskSaves) -> None:
         self.in_memory = in_memory
@@ -19,9 +19,9 @@ class MemorySaves(Extra):
         self.saving = saving
 
     def step_done(self, run: Any, step: int, saved: bool) -> bool:
-        """Save the step if that is due and the disk has not.
+        """Save the step to memory if a save is due and the step was not saved to disk.
 
-        Raises ReplicasDiffer before anything is written, as a save on the disk does.
+        Raises ReplicasDiffer before anything is written, as a disk save does.
         """
         if saved or not is_due(self.every, step) or not run.extras.may_save(run, step):
             return saved
@@ -32,11 +32,11 @@ class MemorySaves(Extra):
             is_kept = self.keep(run, step)
         if is_kept:
             self.saving.goodput.saved(step)
-        return True  # compared, in any case
+        return True  # the replicas were compared even if the save failed
 
     def keep(self, run: Any, step: int) -> bool:
-        """Whether memory has the step now. Where its storage fails, that is a warning: the disk has the older
-        state."""
+        """Save the step to memory and return whether it is there. A StorageError is only a warning: an older
+        state is on disk."""
         saving = self.saving
 
         def fault_point(point: str) -> object:
@@ -46,11 +46,11 @@ class MemorySaves(Extra):
             pieces, meta = state.boxes_of_rank(run), state.describe_run(run, step)
             in_progress = saving.saver.step_in_progress()
             self.in_memory.save(step, pieces, meta, saving_step=in_progress, fault_point=fault_point)
-        except store.StorageError as error:  # on all ranks
+        except store.StorageError as error:  # raised on all ranks
             saving.log.log_line(f"warning: step {step:,} is not kept in memory: {failure.one_line(error)}")
             return False
         return True
 
     def at_end(self, run: Any) -> None:
-        """Give the memory back: the run is saved on the disk. Collective."""
+        """Free the memory once the run is saved on disk. Collective."""
         self.in_memory.clear()

@@ -1,12 +1,12 @@
-"""What stands beside the plain step: one object for each thing that not every run has.
+"""Hooks around the training step, one object per optional feature.
 
-Such a thing is an Extra. It overrides the methods of the moments at which it touches a step; train.py calls
-them by name, in the order in which a step comes to them. A run has a tuple of them, Extras, in which each
-moment goes through all in order. build.py and train.py make the tuple from the config: what the config does
-not ask for is not in it, and its file is not imported.
+An optional feature subclasses Extra and overrides the hooks it needs; train.py calls the hooks by name, in
+the order of the methods below. A run holds its features in a tuple, Extras, which forwards each hook to all
+of them in order. build.py and train.py build the tuple from the config: a feature that is not configured is
+neither in the tuple nor imported.
 
-This file is in the lowest room that knows tensors, so that optim/, checkpoint/ and runtime/ can each keep
-their own.
+This file lives in the lowest package that uses tensors, so that optim/, checkpoint/ and runtime/ can each
+define their own hooks.
 """
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,10 +17,11 @@ from parallel.microbatch import Microbatch
 
 
 class Gradients(NamedTuple):
-    """What forward and backward give beside the summed gradients in the buckets: scalars on the device.
+    """Results of forward and backward; the summed gradients themselves are in the buckets.
 
-    loss, norm: of the step, without the loss scale. targets: those that count in the loss, of all ranks.
-    batches: the microbatches of this rank, before context parallelism shards them.
+    loss, norm: scalars on the device, with the loss scale divided out. targets: the number of targets that
+    count in the loss over all ranks, on the device. batches: this rank's microbatches before they are
+    sharded over cp.
     """
     loss: Tensor
     norm: Tensor
@@ -31,8 +32,8 @@ class Gradients(NamedTuple):
 class StepResult(NamedTuple):
     """Scalars on the device.
 
-    loss: the mean over the counted targets; 0 without any. is_good: a bool; False: the step was skipped.
-    num_targets: the counted targets of all ranks.
+    loss: the mean over the counted targets, 0 if there are none. is_good: bool, False if the step was
+    skipped. num_targets: the counted targets over all ranks.
     """
     loss: Tensor
     grad_norm: Tensor
@@ -41,77 +42,77 @@ class StepResult(NamedTuple):
 
 
 class Extra:
-    """The moments of a step, at which nothing happens. run: the runtime.run.TrainingRun of the phase."""
+    """Base class whose hooks do nothing. `run` is the runtime.run.TrainingRun of the current phase."""
 
     # ---- in the loop, before the step ----------------------------------------------------------------------
 
     def on_resume(self, run: Any, step: int) -> None:
-        """A phase of the run begins behind `step`: at the first start, at a resume, at a boundary."""
+        """Called before step `step` + 1 when a phase begins: at launch, resume, or a phase boundary."""
 
     def before_step(self, run: Any, step: int) -> None:
-        """The step begins."""
+        """Called first in each step."""
 
     def before_read(self, run: Any, step: int) -> None:
-        """The batches are about to be read."""
+        """Called before the microbatches are read."""
 
     # ---- in the step ---------------------------------------------------------------------------------------
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
-        """The batches are read, the forward comes next. Again each time the step is computed again."""
+        """Called before the forward, and again each time the step is recomputed."""
 
     def gradients_ready(self, run: Any, step: int) -> None:
-        """The gradients are summed over all ranks, their norm is not known yet. Again like the one before."""
+        """Called after the gradients are reduced, before their norm; again for each recomputation."""
 
     def judge(
         self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
     ) -> Tensor:
-        """Return whether to apply the step, a bool scalar on the device.
+        """Return whether to apply the step, as a bool scalar on the device.
 
-        good: what those before it say. again: computes the gradients of the step once more.
+        `good` is the verdict of the extras called before this one. `again` recomputes the gradients.
         """
         return good
 
     def weights_updated(self, run: Any, step: int, good: Tensor) -> None:
-        """The optimizer is done, and no updated weight is sent yet. good: whether the step was applied."""
+        """Called after the optimizer, before the all-gather. `good`: whether the update was applied."""
 
     # ---- in the loop, after the step -----------------------------------------------------------------------
 
     def step_computed(self, run: Any, step: int, result: StepResult) -> None:
-        """The step is made, and not in the log yet."""
+        """Called when the step is complete but not yet logged."""
 
     def take_lines(self) -> list[str]:
-        """Return lines for the log about the step that was computed, each once."""
+        """Return new log lines about the step just computed; each line is returned once."""
         return []
 
     def step_logged(self, run: Any, step: int) -> None:
-        """The log has the step, as a number on the device."""
+        """Called after the step is handed to the log, which may still hold its numbers on the device."""
 
     def after_step(self, run: Any, step: int) -> int | None:
-        """The step is over. Return the step that the run has gone back to, or None if it goes on."""
+        """Called at the end of a step. Return the step the run was rewound to, or None to continue."""
 
     def evaluated(self, run: Any, step: int, *, loss: float | None, ids: list[int]) -> None:
-        """The model was validated. ids: what it wrote."""
+        """Called after an evaluation. `ids` are the tokens of the generated sample."""
 
     def may_save(self, run: Any, step: int) -> bool:
-        """Return whether a save that is due may be made. The last one of a phase is made in any case."""
+        """Return False to skip a save that is due. The final save of a phase is never skipped."""
         return True
 
     def before_save(self, run: Any, step: int) -> None:
-        """The run is about to be saved, on the disk or in memory; all steps were read. May raise."""
+        """Called before a save to disk or memory, after the log is flushed. May raise to prevent the save."""
 
     def step_done(self, run: Any, step: int, saved: bool) -> bool:
-        """The step is saved if that was due. Return whether the run is saved, or was compared otherwise."""
+        """Called after any disk save. Return whether the step is now saved or its replicas were compared."""
         return saved
 
     def at_end(self, run: Any) -> None:
-        """The last step is made and saved; the summary is written."""
+        """Called once at the end of the run, after the final save and the summary."""
 
     def close(self) -> None:
-        """The loop is over, by whatever it ended."""
+        """Called when the loop exits, normally or by an exception."""
 
 
 class Extras(tuple[Extra, ...]):
-    """All that a run has, in the order of the calls."""
+    """The extras of a run, in call order."""
 
     def on_resume(self, run: Any, step: int) -> None:
         for extra in self:
@@ -185,7 +186,7 @@ class Extras(tuple[Extra, ...]):
 
 
 class GradientHook(Extra):
-    """Call look() when the gradients are summed: for those that record or test a step."""
+    """Call look() once the gradients are reduced, to record or test a step."""
 
     def __init__(self, look: Callable[[], object]) -> None:
         self.look = look

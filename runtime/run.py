@@ -1,4 +1,4 @@
-"""TrainingRun: all that a step of one phase works with. build.py makes it from a config."""
+"""TrainingRun: everything a training step needs, for one phase. build.py builds it from a config."""
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from parallel.pipeline.schedule import Op
 from parallel.sharding.bucket import Bucket
 from parallel.topology.mesh import Mesh
 
-if TYPE_CHECKING:  # a run that asks for none of them loads none of them
+if TYPE_CHECKING:  # optional features, imported only if the config enables them
     from data.task_scores import Score, TextRow
     from optim.ema import WeightEMA
     from optim.noise import GradientNoiseScale
@@ -33,55 +33,55 @@ if TYPE_CHECKING:  # a run that asks for none of them loads none of them
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """All that a step needs.
+    """The state of one phase of a run on this rank.
 
-    phases: of the whole run. phase: the present one, and cfg is its config.
+    `phases` lists all phases of the run; `phase` is the current one and `cfg` its config.
     """
     cfg: Config
     phases: Phases
     phase: Phase
     mesh: Mesh
     device: torch.device
-    loader: BatchLoader | None  # the train split; None if the caller has its own microbatches
-    stages: dict[int, PipelineStage]  # of this rank, by number
-    buckets: list[Bucket]  # of this rank's parameters
+    loader: BatchLoader | None  # the train split, or None if the caller supplies the microbatches
+    stages: dict[int, PipelineStage]  # {stage number: stage} on this rank
+    buckets: list[Bucket]  # parameters, gradients and masters on this rank
     optim: Optimizer
     pipeline: Pipeline
-    schedules: dict[int, list[Op]]  # {number of microbatches of a step: this rank's ops}
-    steps: int  # the horizon
-    routers: RouterStates  # what a mixture's routers keep beside their weights
-    scaler: LossScaler  # of the loss, in fp16
-    spikes: SpikeState  # which steps are not applied (optim.spike_sigma), and which data is left out
-    extras: Extras  # what a step has beside the plain one
-    noise_scale: "GradientNoiseScale | None" = None  # of these extras, for the log (log.noise_scale)
-    ema: "WeightEMA | None" = None  # of these extras, for checkpoints and evaluations (train.ema)
-    recording: "RecordedPipeline | None" = None  # runs in place of the pipeline (train.cuda_graphs)
-    provenance: Tree = field(default_factory=dict)  # what makes the run, for its checkpoints
+    schedules: dict[int, list[Op]]  # {microbatches per step: this rank's ops}
+    steps: int  # total steps of the run
+    routers: RouterStates  # MoE router state other than weights: biases, load statistics
+    scaler: LossScaler  # fp16 loss scaling
+    spikes: SpikeState  # spike detection (optim.spike_sigma) and the data steps to skip
+    extras: Extras  # hooks of optional features
+    noise_scale: "GradientNoiseScale | None" = None  # also in extras; read by the log (log.noise_scale)
+    ema: "WeightEMA | None" = None  # also in extras; read by checkpoints and evaluation (train.ema)
+    recording: "RecordedPipeline | None" = None  # replaces the pipeline under train.cuda_graphs
+    provenance: Tree = field(default_factory=dict)  # code, packages, weights and data, for checkpoints
 
     @property
     def data(self) -> BatchLoader:
-        """The train split. Raises ValueError if the run was built without."""
+        """The train split. Raises ValueError if the run was built without one."""
         if self.loader is None:
             raise ValueError("the run was built without data")
         return self.loader
 
     @property
     def last_step(self) -> int:
-        """The last step of this phase."""
+        """Last step of this phase."""
         return self.phases.last_step(self.phase, self.steps)
 
     def with_extras(self, *extras: Extra) -> "TrainingRun":
-        """The run with these behind its own."""
+        """Return a copy of the run with these extras appended."""
         return replace(self, extras=Extras((*self.extras, *extras)))
 
     def learning_rate(self, step: int) -> float:
-        """Of step number `step` (from 1), before the factors of single parameters."""
+        """Return the learning rate of step `step` (from 1), before per-parameter factors."""
         return learning_rate_of_run(schedules_of(self.phases, self.steps), step)
 
     def logits(
         self, tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int
     ) -> Tensor:
-        """Logits [vocab] of the token at `position` of tokens [1, s], on every rank."""
+        """Return the logits [vocab] at `position` of tokens [1, s], on every rank."""
         return pipeline_logits(
             self.pipeline,
             self.stages,
@@ -92,7 +92,7 @@ class TrainingRun:
         )
 
     def score(self, rows: "Sequence[TextRow]") -> "list[Score]":
-        """The scores of texts, the same on every rank. Ranks of dp and cp divide them. Collective."""
+        """Score texts, split over dp and cp; every rank returns all scores. Collective."""
         from data.task_scores import score_rows
 
         def forward(tokens: Tensor, targets: Tensor) -> Tensor | None:
