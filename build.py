@@ -204,7 +204,7 @@ class StepExtras(NamedTuple):
 
 
 def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: SpikeState) -> StepExtras:
-    """Create the extras of the step that the config enables. train.py appends those of the loop."""
+    """Create the extras of the step that the config enables; extras_of_loop makes those of the loop."""
     extras: list[Extra] = []
     noise_scale: "GradientNoiseScale | None" = None
     ema: "WeightEMA | None" = None

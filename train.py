@@ -6,8 +6,8 @@
     python train.py NAME --help [SECTION | WORD]                         every key: type, meaning, default
     python train.py NAME --dry-run --world N                             a step of N ranks, without them
 
-A step and a loop, top to bottom. What not every run has stands beside them, one file each, and is called at
-the moments of parallel/extras.py; build.extras_of_step and build.extras_of_loop say what is there.
+One step and the loop around it, top to bottom. Optional features are not here: each is an Extra in its own
+file, called by the hooks of parallel/extras.py. build.py lists them (extras_of_step, extras_of_loop).
 """
 import contextlib
 import gc
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import runtime  # before torch (see there)
+import runtime  # before torch, which reads the settings of OpenMP and glibc that it makes
 from config.reading import split_argv, stated_keys
 import torch
 from checkpoint import branch, state
@@ -73,10 +73,10 @@ if TYPE_CHECKING:  # a run without them loads neither
 
 
 def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> StepResult:
-    """Optimizer step number `step` (from 1) over the microbatches of this rank. Never waits for the device,
-    unless it may be computed again (runtime/rerun.py).
+    """Run optimizer step number `step` (from 1) on this rank's microbatches, without waiting for the device
+    (recomputed steps wait: runtime/rerun.py).
 
-    A step is skipped if it is not finite, if it is a spike, or if no target of its batch counts.
+    The update is skipped if the step is not finite, if it is a spike, or if no target of the batch counts.
     """
     compute = partial(compute_gradients, run, step, microbatches)
     gradients = compute()
@@ -93,12 +93,13 @@ def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> S
 
 
 def compute_gradients(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> Gradients:
-    """Forward and backward, and the sums of the gradients over the ranks. May be called again for a step."""
-    scale = run.scaler.scale  # 1 but in fp16
+    """Run forward and backward and reduce the gradients over ranks. A step may call it more than once."""
+    scale = run.scaler.scale  # 1 except in fp16
     run.extras.before_gradients(run, step, microbatches)
     local_microbatches = shard_microbatches(run, microbatches)
     num_targets = count_targets(local_microbatches, run.mesh)
-    loss = forward_backward(run, local_microbatches, scale / num_targets.clamp(min=1)) / scale
+    token_scale = scale / num_targets.clamp(min=1)  # sums over microbatches and ranks are then the mean
+    loss = forward_backward(run, local_microbatches, token_scale) / scale
     finish_grad_reductions(run.buckets, run.mesh)
     run.extras.gradients_ready(run, step)
     norm = grad_norm(run.buckets, run.mesh, mixture(run.cfg.model) is not None) / scale
@@ -106,24 +107,24 @@ def compute_gradients(run: TrainingRun, step: int, microbatches: list[Microbatch
 
 
 def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list[Microbatch]:
-    """This rank's tokens of its sequences: [b, s] -> [b, s/cp]. Sends nothing."""
+    """Return this rank's tokens of its sequences: [b, s] -> [b, s/cp], without communication."""
     depth = modules_ahead(run.cfg.model)
     return [shard_batch(batch.with_tokens_ahead(depth), run.mesh.cp) for batch in microbatches]
 
 
 def count_targets(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
-    """The counted targets of the step over all ranks, int64 scalar. One all-reduce of a number over dp_cp.
+    """Return the counted targets of the step over all ranks, an int64 scalar: one all-reduce over dp_cp.
 
-    Counted before the first forward, so that the mean is exact under document masks and packing.
+    They are known before the first forward, so the mean loss is exact under document masks and packing.
     """
     num_targets = torch.stack([batch.num_counted() for batch in microbatches]).sum()
     return comm.all_reduce_sum(num_targets, mesh.dp_cp)
 
 
 def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
-    """Computes the gradients of the step, and starts their sums over the ranks.
+    """Compute the gradients of the step and start their reduction over ranks.
 
-    Returns the loss, times token_scale, summed over all tokens.
+    Returns the loss times token_scale, summed over all tokens.
     """
     for bucket in run.buckets:
         bucket.grads.start_step()
@@ -136,7 +137,7 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
 
 @dataclass(frozen=True)
 class Session:
-    """A phase of the run. start_step: steps that are done before its first."""
+    """One phase of the run (train.phases). start_step: the number of steps done before it."""
     services: Services
     run: TrainingRun
     evaluation: Evaluation
@@ -150,7 +151,7 @@ class Session:
 class LoopEnd(NamedTuple):
     """How the loop ended.
 
-    reason: why it ended before the horizon, or None if it did not. restart: whether another start is wanted.
+    reason: why it stopped before the last step, or None. restart: whether the job should be requeued.
     """
     step: int
     reason: str | None
@@ -158,7 +159,7 @@ class LoopEnd(NamedTuple):
 
 
 def train_loop(session: Session) -> LoopEnd:
-    """Runs the steps of a phase, up to the horizon after the last, or until a rank is asked to stop."""
+    """Run the steps of one phase, until its last or until a rank is asked to stop."""
     services, run = session.services, session.run
     cfg, extras = run.cfg, run.extras
     end = LoopEnd(session.start_step, reason=None, restart=False)
@@ -178,7 +179,7 @@ def train_loop(session: Session) -> LoopEnd:
         is_last = step == run.steps
         is_final = bool(reason) or step == run.last_step
 
-        # evaluated before it is saved: what is saved at the horizon is complete
+        # evaluate before saving, so that the last checkpoint is complete
         is_evaluated = reason is None and (is_last or is_due(cfg.eval.every, step))
         if is_evaluated:
             session.evaluate(step)
@@ -186,16 +187,16 @@ def train_loop(session: Session) -> LoopEnd:
         is_saved = is_final or (is_due_now and extras.may_save(run, step))
         if is_saved:
             services.saving.save(run, step, is_final=is_final)
-        extras.step_done(run, step, is_saved)
+        extras.after_save(run, step, is_saved)
         if is_last and not is_evaluated:
             session.evaluate(step)
-        if reason:  # there may be no time left to evaluate: the next start does it
+        if reason:  # no time to evaluate: the next start does it
             break
     return end
 
 
 def run_one_step(session: Session, step: int) -> None:
-    """Reads, trains and logs one step."""
+    """Read, train and log one step."""
     services, run = session.services, session.run
     clock = services.world.activity.clock
 
@@ -206,7 +207,7 @@ def run_one_step(session: Session, step: int) -> None:
     data_seconds = time.perf_counter() - started
 
     # train
-    clock.collect()  # drops what happened between the steps
+    clock.collect()  # discard exchanges since the last step
     result = train_step(run, step, microbatches)
     for line in run.extras.take_lines():
         services.log.log_line(line)
@@ -230,16 +231,15 @@ def run_one_step(session: Session, step: int) -> None:
     run.extras.step_logged(run, step)
 
 
-# What ranks tell each other; the largest counts.
+# The vote of each rank; the largest wins.
 NO_STOP, STOP_AND_RESTART, STOP_FOR_GOOD, SAVE_FAILED = range(4)
 
 
 def agree_to_stop(session: Session) -> tuple[str | None, bool]:
-    """(why to stop, or None; whether another start is wanted): the same on all ranks.
+    """Return (why to stop, or None; whether to requeue), the same on all ranks: one all-reduce on the host.
 
-    A rank that was asked to stop stops all ranks at this step. Raises on every rank, at the same step, what a
-    background save raised on any and is not excused, and what ends the run of uploads; a wish to stop is then
-    heard at the next step. One all-reduce of a number over the world, on the host.
+    All ranks stop at the same step if any of them was asked to. Raises on all ranks if background saves or
+    uploads failed too often on any; after an excused failure a request to stop is honoured one step later.
     """
     stop, saving = session.services.stop, session.services.saving
     reason = stop.reason_to_stop()
@@ -277,14 +277,13 @@ def train(
     stated: Collection[str] = (),
     about_layout: Sequence[str] = (),
 ) -> int:
-    """Trains to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
+    """Train to the last step and return the exit code. Refuses before the first step what can be refused.
 
-    failure_scope: a context for the loop, in which a failure is reported to the other ranks. lease: on the
-    folder, which another run may take over. observe(point, step, **seen): called at each of
-    start.FAULT_POINTS instead of the injector of faults, and may answer as it does; so lab/proof/verify
-    proves this loop. report_exit: called at the end. seconds_before: since this start began. done: steps of
-    the run, as checkpoint/progress.py finds them; nothing is asked of phases before. stated: the keys of the
-    command line and its file. about_layout: lines for the header.
+    failure_scope: context of the loop that reports a failure to the other ranks. lease: on the run folder.
+    observe(point, step, **seen) replaces the fault injector at each of start.FAULT_POINTS; lab/proof/verify
+    observes the loop with it. report_exit is called at the end. seconds_before: since this process started.
+    done: steps already made (checkpoint/progress.py); the data of finished phases is not opened. stated: keys
+    given on the command line or in its file. about_layout: lines for the header.
     """
     observe = observe or fault_hook(env)
     goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
@@ -308,18 +307,18 @@ def train(
             advised_on_memory(services.cfg, world),
         ):
             log_header(services, begun, tasks, about_layout)
-            del begun, evaluation  # the session has them, for the length of a phase
+            del begun, evaluation  # the session owns them until its phase ends
             if start.step == 0 or owes_evaluation:
                 session.evaluate(start.step)
             with collected_between_steps():
                 end = train_loop(session)
-                while end.reason is None and end.step < session.run.steps:  # a phase is over, and saved
-                    with contextlib.suppress(Exception):  # should the next one not begin
+                while end.reason is None and end.step < session.run.steps:  # the phase is over and saved
+                    with contextlib.suppress(Exception):  # a summary, in case the next phase fails to begin
                         ended = f"ended as the phase after step {end.step:,} began"
                         summarize_run(session.run, services.log, goodput, ended)
                     made = session.run.provenance
                     session.run.data.close()
-                    del session  # its memory is free before the next phase takes its own
+                    del session  # free its memory before the next phase allocates
                     session = begin_phase(services, end.step, start, made=made, tasks=tasks)
                     end = train_loop(session)
             session.run.data.close()
@@ -332,7 +331,7 @@ def train(
 
 
 def open_session(services: Services, run: TrainingRun, evaluation: Evaluation, step: int) -> Session:
-    """The phase after `step`, with all that stands beside its steps."""
+    """Open the phase that begins after `step`, with its extras."""
     run = run.with_extras(*services.extras)
     run.extras.on_resume(run, step)
     return Session(services, run, evaluation, step)
@@ -341,8 +340,8 @@ def open_session(services: Services, run: TrainingRun, evaluation: Evaluation, s
 def begin_phase(
     services: Services, step: int, start: state.StartingPoint, *, made: Tree, tasks: "dict[int, EncodedTasks]"
 ) -> Session:
-    """The session of the phase after `step`, which is saved. Collective. See build_next_phase."""
-    gc.collect()  # hooks and buckets refer to each other
+    """Build the phase that begins after `step`, which is saved (build_next_phase). Collective."""
+    gc.collect()  # hooks and buckets form cycles
     run, valid_data = build_next_phase(services, step, start, made)
     return open_session(services, run, open_evaluation(run, valid_data, tasks), step)
 
@@ -364,7 +363,7 @@ def main(argv: list[str]) -> int:
         if rank == 0 and cfg.log.name != usual.log.name:
             note_other_name(usual.log.name, cfg.log.name)
 
-        # one run at a time in the folder; rank 0 holds its lock
+        # rank 0 locks the folder: one run at a time
         with store.run_lock(folder) if rank == 0 else contextlib.nullcontext() as lease:
             if rank == 0:
                 run_folders.refuse_links(folder)

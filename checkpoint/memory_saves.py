@@ -18,7 +18,7 @@ class MemorySaves(Extra):
         self.every = every
         self.saving = saving
 
-    def step_done(self, run: Any, step: int, saved: bool) -> bool:
+    def after_save(self, run: Any, step: int, saved: bool) -> bool:
         """Save the step to memory if a save is due and the step was not saved to disk.
 
         Raises ReplicasDiffer before anything is written, as a disk save does.

@@ -26,7 +26,7 @@ class ReplicaChecks(Extra):
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def step_done(self, run: Any, step: int, saved: bool) -> bool:
+    def after_save(self, run: Any, step: int, saved: bool) -> bool:
         if is_due(self.every, step) and not saved:
             compare_replicas(run)
         return saved

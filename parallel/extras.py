@@ -2,8 +2,8 @@
 
 An optional feature subclasses Extra and overrides the hooks it needs; train.py calls the hooks by name, in
 the order of the methods below. A run holds its features in a tuple, Extras, which forwards each hook to all
-of them in order. build.py and train.py build the tuple from the config: a feature that is not configured is
-neither in the tuple nor imported.
+of them in order. build.py builds the tuple from the config (extras_of_step, extras_of_loop): a feature
+that is not configured is neither in the tuple nor imported.
 
 This file lives in the lowest package that uses tensors, so that optim/, checkpoint/ and runtime/ can each
 define their own hooks.
@@ -77,12 +77,12 @@ class Extra:
 
     # ---- in the loop, after the step -----------------------------------------------------------------------
 
-    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
-        """Called when the step is complete but not yet logged."""
-
     def take_lines(self) -> list[str]:
         """Return new log lines about the step just computed; each line is returned once."""
         return []
+
+    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+        """Called when the step is complete but not yet logged."""
 
     def step_logged(self, run: Any, step: int) -> None:
         """Called after the step is handed to the log, which may still hold its numbers on the device."""
@@ -100,15 +100,16 @@ class Extra:
     def before_save(self, run: Any, step: int) -> None:
         """Called before a save to disk or memory, after the log is flushed. May raise to prevent the save."""
 
-    def step_done(self, run: Any, step: int, saved: bool) -> bool:
-        """Called after any disk save. Return whether the step is now saved or its replicas were compared."""
+    def after_save(self, run: Any, step: int, saved: bool) -> bool:
+        """Called after the saves to disk, if any was due. Save or compare here what those did not; return
+        whether the step is saved or compared by now, which the next extra gets as `saved`."""
         return saved
 
     def at_end(self, run: Any) -> None:
         """Called once at the end of the run, after the final save and the summary."""
 
     def close(self) -> None:
-        """Called when the loop exits, normally or by an exception."""
+        """Called when the loop exits, normally or by an exception: of the extras of the loop alone."""
 
 
 class Extras(tuple[Extra, ...]):
@@ -171,9 +172,9 @@ class Extras(tuple[Extra, ...]):
         for extra in self:
             extra.before_save(run, step)
 
-    def step_done(self, run: Any, step: int, saved: bool) -> bool:
+    def after_save(self, run: Any, step: int, saved: bool) -> bool:
         for extra in self:
-            saved = extra.step_done(run, step, saved)
+            saved = extra.after_save(run, step, saved)
         return saved
 
     def at_end(self, run: Any) -> None:

@@ -100,7 +100,7 @@ def test_each_moment_goes_through_all_in_order():
             calls.append(self.name)
             return self.back_to
 
-        def step_done(self, run, step, saved):
+        def after_save(self, run, step, saved):
             return saved or self.name == "b"
 
         def may_save(self, run, step):
@@ -111,7 +111,7 @@ def test_each_moment_goes_through_all_in_order():
     assert extras.judge(None, 7, None, good=[], again=None) == ["a", "b", "c"]
     assert extras.after_step(None, 7) == 4
     assert calls == [("a", 7), ("b", 7), ("c", 7), "a", "b", "c"]
-    assert extras.step_done(None, 7, False) and not Extras([Told("a")]).step_done(None, 7, False)
+    assert extras.after_save(None, 7, False) and not Extras([Told("a")]).after_save(None, 7, False)
     assert not extras.may_save(None, 7) and extras[1:] and Extras(extras[1:]).may_save(None, 7)
 
 
