@@ -1,5 +1,6 @@
-"""What a start goes on from: the newest good checkpoint, in memory or on the disk, repaired where it can be;
-and what the start before it has left undone.
+"""Choose the checkpoint to resume from: the newest good one in memory or on disk, repaired if possible.
+
+Also detects what the previous launch left undone.
 """
 import math
 import os
@@ -19,15 +20,17 @@ from runtime import failure, lines, setup
 from runtime.restarts import MEMORY_RECORD
 from runtime.run import TrainingRun
 
-if TYPE_CHECKING:  # a run without checkpoints in memory loads none of them
+if TYPE_CHECKING:  # imported only by runs with in-memory checkpoints
     from checkpoint.memory import MemoryCheckpoints
 
 
 def open_memory(
     cfg: Config, env: setup.LaunchEnv, world: World, folder: Path
 ) -> "MemoryCheckpoints | None":
-    """The checkpoints in memory: of checkpoint.memory_every, and of a run that had it until this start, which
-    may be newer than those on the disk. None where there are neither. Collective. Raises ConfigError.
+    """Open the in-memory checkpoints, or return None if this run neither makes nor has any.
+
+    Without checkpoint.memory_every they are opened if an earlier launch had it, since they may be newer than
+    those on disk. Collective. Raises ConfigError.
     """
     everyone = world.all_ranks()
     if cfg.checkpoint.memory_every is None:
@@ -49,27 +52,27 @@ def choose_start(
     in_memory: "MemoryCheckpoints | None",
     bad: dict[Path, str],
 ) -> state.StartingPoint:
-    """The newest checkpoint, in memory or on the disk, that is not known to be damaged. Collective.
+    """Return the newest checkpoint, in memory or on disk, that is not known to be damaged. Collective.
 
-    bad: {checkpoint: why} of those that a rank found damaged. Raises ConfigError; IntegrityError.
+    bad: {checkpoint: reason} for those that a rank found damaged. Raises ConfigError or IntegrityError.
     """
     everyone = world.all_ranks()
     if in_memory is None:
         return state.newest_start(cfg, root, everyone, bad)
 
-    # one in memory that is newer than all on the disk
+    # prefer an in-memory checkpoint that is newer than all on disk
     start, _ = in_memory.newest_start(cfg, bad=bad)
     if start is not None:
         return start
 
-    # the newest good one on the disk
+    # otherwise the newest good one on disk
     on_disk, trouble = None, None
     try:
         on_disk = state.newest_start(cfg, root, everyone, bad)
-    except store.IntegrityError as error:  # on all ranks: there are some, and none is good
+    except store.IntegrityError as error:  # raised on all ranks if there are checkpoints but none is good
         trouble = error
 
-    # one in memory that is newer than that: those on the disk that are newer still are damaged
+    # otherwise one in memory that is newer than that; all newer ones on disk are damaged
     start, notes = in_memory.newest_start(cfg, after=-1 if on_disk is None else on_disk.step, bad=bad)
     if start is not None:
         of_disk = [str(trouble)] if on_disk is None else on_disk.notes
@@ -81,8 +84,11 @@ def choose_start(
 
 
 def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
-    """(whether what is damaged of a checkpoint was brought from a store that has it too, a line for the log;
-    "" without a store). root: of the run's checkpoints."""
+    """Repair a damaged checkpoint from the remote store that has a copy of it.
+
+    Returns (whether it was repaired, a log line), with an empty line if there is no store. root: the run's
+    checkpoint folder.
+    """
     try:
         source = mirror.copied_from(cfg, path, root)
         return (False, "") if source is None else (True, mirror.repair(source, path))
@@ -91,8 +97,7 @@ def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
 
 
 def drop_rows(folder: Path) -> None:
-    """Removes the rows of a run that was in the folder before, and has left no checkpoint: they are not of
-    this one's past. Raises StorageError."""
+    """Remove the metrics of an earlier run that left no checkpoint in this folder. Raises StorageError."""
     with store.storage_errors(folder / lines.NAME, 0):
         lines.truncate_after(folder / lines.NAME, -1)
 
@@ -100,10 +105,10 @@ def drop_rows(folder: Path) -> None:
 def is_evaluation_missing(
     cfg: Config, step: int, folder: Path | None, everyone: comm.Group, is_end: bool = False
 ) -> bool:
-    """Whether an evaluation was due after this step, and is not in the folder: the run was asked to stop, or
-    another run made the step (then there is no folder).
+    """Return whether an evaluation was due after this step and is not in the folder. Collective.
 
-    is_end: the run ends with this step. Collective.
+    It is missing if the run was stopped before it, or if another run made the step (`folder` is None).
+    is_end: whether the run ends with this step.
     """
     was_due = is_end or is_due(cfg.eval.every, step)
     if step == 0 or not was_due:
@@ -112,19 +117,19 @@ def is_evaluation_missing(
 
 
 def evaluated_steps(folder: Path) -> set[int]:
-    """The steps with a validation in metrics.jsonl."""
+    """Return the steps that have a validation in metrics.jsonl."""
     _, validations = lines.read_metrics(folder)
     return {row["step"] for row in validations}
 
 
 def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
-    """[a line that compares learning rates], where a run goes on with another one than it had."""
+    """Return a log line that compares the learning rates if a resume changes them, otherwise []."""
     if start.resumed is None:
         return []
     meta, step = start.resumed.meta, start.step
     try:
         before, horizon = phases_of(saved_config(meta["config"])), state.horizon_in(meta)
-    except ConfigError:  # of another version, whose keys are not those of today
+    except ConfigError:  # written by another version with different keys
         return []
     if horizon is None:
         return []

@@ -1,4 +1,4 @@
-"""What makes a run, for its checkpoints and its folder: code, packages, weights and data."""
+"""Provenance of a run, for its checkpoints and its folder: code, packages, weights and data."""
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +15,12 @@ from runtime.run import TrainingRun
 
 
 def other_code(start: state.StartingPoint, env: setup.LaunchEnv, folder: Path) -> list[str]:
-    """A line each where the run goes on with other code, and other packages, than made the checkpoint."""
+    """Return log lines if the run resumes with other code or packages than those of the checkpoint."""
     if start.resumed is None or env.provenance is None:
         return []
     folder = folder if start.memory else start.resumed.path.parent.parent
     old = start.resumed.meta.get("provenance") or {}
-    if not provenance.is_code(old.get("code")):  # of another version
+    if not provenance.is_code(old.get("code")):  # written by another version
         return []
     try:
         change = provenance.code_change(old["code"], env.provenance.code, folder)
@@ -28,7 +28,7 @@ def other_code(start: state.StartingPoint, env: setup.LaunchEnv, folder: Path) -
     except (KeyError, TypeError, AttributeError):
         return []
     found = [f"resumed with other code ({change})"] if change else []
-    packages = [line for line in packages if not line.startswith("torch ")]  # checkpoint/state.py says that
+    packages = [line for line in packages if not line.startswith("torch ")]  # checkpoint/state.py reports it
     return [*found, f"resumed with other packages ({', '.join(packages)})"] if packages else found
 
 
@@ -39,7 +39,7 @@ def describe_start(
     start: state.StartingPoint,
     root: Path,
 ) -> TrainingRun:
-    """The run, with what makes it. root: the folder of its checkpoints. Collective."""
+    """Return the run with its provenance. root: the folder of its checkpoints. Collective."""
     def describe() -> Tree:
         if env.provenance is None:
             return {}
@@ -50,7 +50,7 @@ def describe_start(
 
 
 def describe_phase(run: TrainingRun, valid_data: BatchLoader, before: Tree, step: int) -> TrainingRun:
-    """The run of a phase that begins after `step`, with what makes it. before: that of the phase before."""
+    """Return the run of the phase after `step` with its provenance, given that of the previous phase."""
     if not before:
         return run
     inputs = {**before["inputs"], "data": data_inputs(run, valid_data)}
@@ -58,7 +58,7 @@ def describe_phase(run: TrainingRun, valid_data: BatchLoader, before: Tree, step
 
 
 def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
-    """{key of checkpoint.*: the checkpoint that it has named}; {} where a run begins or goes on by itself."""
+    """Return {checkpoint.* key: the checkpoint it names}; {} if the run starts fresh or resumes itself."""
     index = start.weights or start.resumed
     if index is None or start.memory or index.path.parent == root:
         return {}
@@ -70,8 +70,10 @@ def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
 
 
 def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
-    """The data of a phase: for each data set its name, its prefix or file, and the fingerprints of it and of
-    its tokenizer. Those of data.valid come last, with a split of their own."""
+    """Describe the data of a phase: name, prefix or file, and fingerprints of each dataset and its tokenizer.
+
+    The datasets of data.valid come last and also name their split.
+    """
     read: list[tuple[BlendedDataset, Tree]] = [(dataset, {}) for dataset in run.data.datasets]
     if run.cfg.data.valid is not None:
         read += [(dataset, {"split": valid_data.split}) for dataset in valid_data.datasets]
@@ -93,7 +95,7 @@ def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
 
 
 def keep_provenance(run: TrainingRun, env: setup.LaunchEnv, folder: Path) -> list[str]:
-    """Writes down, on rank 0, what makes the run. Returns a warning where the folder does not take it."""
+    """Write the provenance to the run folder on rank 0. Returns a warning if that fails."""
     if env.provenance is None:
         return []
     whole = run.phases.whole

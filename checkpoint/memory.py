@@ -1,28 +1,28 @@
-"""Checkpoints in memory: the newest state of each rank on its own node, with copies on other nodes.
+"""In-memory checkpoints: the newest state of each rank on its own node, with copies on other nodes.
 
-    MEMORY_DIR/bevatron-UID/RUN-KEY/HOST/  of one node: private (0700), and it outlives the processes
+    MEMORY_DIR/bevatron-UID/RUN-KEY/HOST/  one node's folder: private (0700), outlives the processes
       step_00000120-SAVE_ID/               a generation
-        rank_00003/                        what rank 3 reads at a resume under the same layout
-    runs/NAME/memory.json                  which generations count: step, save id, MEMORY_DIR, and the sha256
+        rank_00003/                        what rank 3 reads when it resumes under the same layout
+    runs/NAME/memory.json                  the valid generations: step, save id, MEMORY_DIR, and the sha256
                                            of each rank's index.json
 
 The idea is that of GEMINI (SOSP 2023, "Fast Failure Recovery in Distributed Training with In-Memory
-Checkpoints"): a rank that is started again on its node finds its own shard, and one that takes the place of a
-lost node is sent it by a node that keeps a copy. The copies of a node's ranks are on the nodes that follow it
-in a ring. A rank's folder is an ordinary checkpoint folder (checkpoint/disk/folder.py), but for the one
-difference that it holds the shard of one rank.
+Checkpoints"): a rank that restarts on its node finds its own shard there, and a rank that replaces a lost
+node receives it from a node that keeps a copy. The copies of a node's shards are on the following nodes in a
+ring. A rank's folder is an ordinary checkpoint folder (checkpoint/disk/folder.py), except that it contains
+the shard of one rank only.
 
 Guarantees:
 
-- A generation counts once every rank has written its shard, every copy has arrived, and rank 0 has named it
-  in memory.json, by one rename. The one before it is there until then; the one before that is removed first.
-  So a node has room for two.
-- What is not named there is never used: neither a torn generation, nor one that another history of the run
-  has left on a node that comes back, nor what somebody else has put there.
-- Before a tensor changes, every byte is verified on the rank that loads it: its own, or what it was sent.
+- A generation is valid once every rank has written its shard, every copy has arrived, and rank 0 has
+  committed it to memory.json by one rename. The previous generation is kept until then, and the one before
+  that is removed first, so a node needs room for two.
+- Anything that memory.json does not name is never used: a torn generation, one that another history of the
+  run left on a node that comes back, or files that somebody else put there.
+- Every byte is verified on the rank that loads it, local or received, before any tensor changes.
 - All ranks load the same generation, or none.
-- A start under another layout, or with other ranks, consolidates the shards that the nodes have into a
-  checkpoint on the disk (checkpoint/consolidate.py), and goes on from there.
+- A launch with another layout or other ranks consolidates the shards on the nodes into a checkpoint on disk
+  (checkpoint/consolidate.py), and resumes from that.
 """
 import contextlib
 import hashlib
@@ -61,7 +61,7 @@ from parallel.sharding.boxes import Box, from_rows, to_rows
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError
 
-# Where tests kill a rank; memory.mid_shard is the ckpt.mid_shard of the writer (checkpoint/disk/store.py).
+# Where tests kill a rank; memory.mid_shard is the writer's ckpt.mid_shard (checkpoint/disk/store.py).
 FAULT_POINTS = (
     "memory.mid_shard",
     "memory.pre_send",
@@ -70,13 +70,13 @@ FAULT_POINTS = (
     "memory.post_commit",
 )
 RECORD = "memory.json"
-VERSION = 1  # of the record
-GENERATIONS = 2  # for which a node needs room
+VERSION = 1  # of the record format
+GENERATIONS = 2  # that a node needs room for
 MAX_RECORD_BYTES = 64 << 20
-MAX_KEY_NAME = 60  # characters of log.name in the name of the folder
+MAX_KEY_NAME = 60  # characters of log.name in the folder name
 PRIVATE = 0o700
-PERMISSIONS = 0o777  # of a mode; a folder inherits set-group-ID from the one that it is in
-# Of parallel.*: what changes nothing of what a rank holds.
+PERMISSIONS = 0o777  # the mode bits to compare; a folder may inherit set-group-ID from its parent
+# Keys of parallel.* that do not affect what a rank holds.
 NOT_LAYOUT = (
     "timeout_s",
     "elastic",
@@ -91,17 +91,17 @@ NOT_LAYOUT = (
 SAVE_ID = re.compile(r"[0-9a-f]{32}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 RANK_FOLDER = re.compile(r"rank_(\d{5,})")
-MAX_NAMED = 8  # ranks in a line of the log
+MAX_NAMED = 8  # ranks listed in a log line
 
 
 @dataclass(frozen=True)
 class MemoryGeneration:
-    """The state of all ranks after one step, as memory.json names it.
+    """The state of all ranks after one step, as recorded in memory.json.
 
-    indexes: sha256 of the index.json of each rank; (): it is not complete yet. disk_step: of the newest
-    checkpoint in the run folder at the time, up to this step; -1: there was none. saving_step: of the one
-    that was being written in the background; -1: none was. layout: see layout_of. memory_dir: the folder
-    (checkpoint.memory_dir) in which it lies on each node.
+    indexes: sha256 of each rank's index.json, or () while incomplete. disk_step: step of the newest
+    checkpoint on disk at that time, at most this step, or -1 if there was none. saving_step: step of the
+    checkpoint that was being written in the background, or -1. layout: see layout_of. memory_dir: the
+    checkpoint.memory_dir that contains it on each node.
     """
     step: int
     save_id: str
@@ -118,18 +118,18 @@ class MemoryGeneration:
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks are on which node. hosts: the node's name for each rank."""
+    """The mapping of ranks to nodes. hosts: the node name of each rank."""
     hosts: tuple[str, ...]
 
     def names(self) -> list[str]:
-        """Of each node once, in the order of their first ranks."""
+        """Return the distinct node names, ordered by their first ranks."""
         return list(dict.fromkeys(self.hosts))
 
     def ranks_on(self, host: str) -> list[int]:
         return [rank for rank, name in enumerate(self.hosts) if name == host]
 
     def keepers(self, rank: int, copies: int) -> list[int]:
-        """The ranks that keep a copy of this rank's shard: one on each of the next nodes."""
+        """Return the ranks that keep a copy of this rank's shard, one on each of the next `copies` nodes."""
         names = self.names()
         place = names.index(self.hosts[rank])
         position = self.ranks_on(self.hosts[rank]).index(rank)
@@ -143,14 +143,14 @@ class Nodes:
 # ---- the record --------------------------------------------------------------------------------------------
 
 def has_record(run: Path) -> bool:
-    """Whether the run in this folder has checkpoints in memory, as far as the folder knows."""
+    """Return whether the run folder records in-memory checkpoints."""
     return os.path.lexists(run / RECORD)
 
 
 def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None]:
-    """(the generations of memory.json, the newest first, None), or ([], why it is not used).
+    """Read memory.json. Returns (generations, newest first; why the record is not used, or None).
 
-    run: the run folder. key: of the run's folder in memory. Without a record ([], None).
+    run: the run folder. key: key_of that folder. Returns ([], None) if there is no record.
     """
     path = run / RECORD
     if not has_record(run):
@@ -171,14 +171,14 @@ def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None
 
 
 def parse_generation(row: Any) -> MemoryGeneration:
-    """A generation of the record. Raises ValueError, KeyError or TypeError if it is none."""
+    """Parse a generation of the record. Raises ValueError, KeyError or TypeError if it is invalid."""
     found = MemoryGeneration(
         step=row["step"],
         save_id=row["save_id"],
         disk_step=row["disk_step"],
         layout=row["layout"],
         indexes=tuple(row["indexes"]),
-        # a record that is older than these fields has none of them
+        # absent in records older than these fields
         saving_step=row.get("saving_step", -1),
         memory_dir=row.get("memory_dir", CheckpointConfig.memory_dir),
     )
@@ -199,14 +199,14 @@ def parse_generation(row: Any) -> MemoryGeneration:
 
 
 def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> None:
-    """Names these generations, and no others; without any, removes the record. It is on disk then.
+    """Write a record of exactly these generations and sync it to disk; remove it if there are none.
 
     Raises StorageError.
     """
     path = run / RECORD
     temp = run / f"{RECORD}.tmp"
     with storage_errors(path, 0):
-        temp.unlink(missing_ok=True)  # of a killed writer
+        temp.unlink(missing_ok=True)  # from a killed writer
         if not generations:
             path.unlink(missing_ok=True)
             sync_dir(run)
@@ -218,21 +218,21 @@ def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> No
 
 
 def newest_step_on_disk(run: Path, up_to: float = math.inf) -> int:
-    """Of the committed checkpoints of the run folder, good or not, up to a step; -1: there is none."""
+    """Return the newest committed step of the run folder up to `up_to`, good or not, or -1."""
     steps = [step for step, _ in store.committed_checkpoints(run / "checkpoints") if step <= up_to]
     return max(steps, default=-1)
 
 
 def step_in_latest(run: Path) -> int:
-    """Of the checkpoint that the run has committed last, there or not, as `latest` says; -1: none."""
+    """Return the step of the last committed checkpoint according to `latest`, even if removed, or -1."""
     match = store.STEP.fullmatch(store.read_latest(run / "checkpoints") or "")
     return int(match[1]) if match else -1
 
 
 def layout_of(cfg: Config, world: int, step: int) -> Tree:
-    """The layout that must stay for a rank to read its own shard again: ranks, and {key: value} of parallel.*
+    """Return the layout under which a rank can read its own shard: ranks, and {key: value} of parallel.*
 
-    cfg: with train.phases; each phase may have a layout of its own. step: its phase counts.
+    cfg: the config with train.phases. step: selects the phase, since phases may differ in layout.
     """
     parallel = phases_of(cfg).of_step(step).cfg.parallel
     keys = {name: value for name, value in asdict(parallel).items() if name not in NOT_LAYOUT}
@@ -240,7 +240,7 @@ def layout_of(cfg: Config, world: int, step: int) -> Tree:
 
 
 def layout_difference(saved: Tree, present: Tree) -> str | None:
-    """How the layout has changed since, in words; None if it has not."""
+    """Describe how the layout has changed, or return None if it has not."""
     for key in present:
         if saved.get(key) != present[key]:
             return f"it was saved with {key} {saved.get(key)}, not {present[key]}"
@@ -250,13 +250,15 @@ def layout_difference(saved: Tree, present: Tree) -> str | None:
 # ---- the folder --------------------------------------------------------------------------------------------
 
 def memory_root(memory_dir: str) -> Path:
-    """The folder of this user's runs in memory."""
+    """Return this user's folder in memory_dir."""
     return Path(memory_dir) / f"bevatron-{os.geteuid()}"
 
 
 def memory_dirs(cfg: Config, generations: list[MemoryGeneration]) -> list[str]:
-    """Where a start may have to read, write or remove checkpoints in memory: first where it writes them, then
-    where earlier starts, which may have had another checkpoint.memory_dir, have left some."""
+    """Return every memory_dir that this launch may read, write or clean up.
+
+    The one it writes to comes first, then those of earlier launches with another checkpoint.memory_dir.
+    """
     found = [generation.memory_dir for generation in generations]
     if cfg.checkpoint.memory_every is not None or not found:
         found.insert(0, os.path.abspath(cfg.checkpoint.memory_dir))
@@ -264,15 +266,15 @@ def memory_dirs(cfg: Config, generations: list[MemoryGeneration]) -> list[str]:
 
 
 def key_of(run: Path) -> str:
-    """The name of a run's folder in memory: of its run folder, wherever that is named from."""
+    """Return the name of a run's folder in memory, derived from the absolute path of its run folder."""
     where = run.resolve()
     return f"{where.name[:MAX_KEY_NAME]}-{hashlib.sha256(str(where).encode()).hexdigest()[:16]}"
 
 
 def make_private(root: Path, folders: list[str]) -> Path:
-    """root/folders..., each made for this user alone. Raises ConfigError if one is not; StorageError.
+    """Create root/folders... with every level, root included, private to this user; return the path.
 
-    root itself is one of them; what it lies in is there.
+    The parent of root must exist. Raises ConfigError if a level is not private, or StorageError.
     """
     parent = root.parent
     if not parent.is_dir():
@@ -305,28 +307,28 @@ def rank_folder(rank: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """The bytes that the folder's file system can still take: of /dev/shm half of the memory by default."""
+    """Return the free bytes of the folder's file system. The size of /dev/shm defaults to half of memory."""
     return shutil.disk_usage(folder).free
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files in the folder."""
+    """Return the total size of all files in the folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # ---- the checkpoints ---------------------------------------------------------------------------------------
 
 class MemoryCheckpoints:
-    """The checkpoints in memory of one run. Its methods are collective, but for those that say otherwise.
+    """The in-memory checkpoints of one run. Methods are collective unless they say otherwise.
 
-    folders: {memory_dir: the run's folder of this node in it}, see memory_dirs. committed: the generations
-    that the record names, the newest first, alike on all ranks. notes: for the log.
+    folders: {memory_dir: this node's folder in it}, see memory_dirs. committed: the recorded generations,
+    newest first, the same on all ranks. notes: lines for the log.
     """
 
     def __init__(self, cfg: Config, run: Path, host: str, world: Group) -> None:
         """run: the run folder. host: the name of this node.
 
-        Raises ConfigError if there are too few nodes, or the folder cannot be had; StorageError.
+        Raises ConfigError if there are too few nodes or the folder cannot be private, or StorageError.
         """
         self.cfg = cfg
         self.run = run
@@ -342,7 +344,7 @@ class MemoryCheckpoints:
         self.key = self.ranks.first_does(lambda: key_of(run), self.timeout_s)
         found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
         self.committed: list[MemoryGeneration] = found
-        # {name of a generation that this start does not try again: why, for the log}
+        # {name of a generation that this launch does not retry: the reason, for the log}
         self.settled: dict[str, str] = {}
         if trouble is not None:
             self.notes.append(f"checkpoints in memory are not used: {trouble}")
@@ -363,19 +365,19 @@ class MemoryCheckpoints:
 
     @property
     def folder(self) -> Path:
-        """Where this node writes."""
+        """The folder that this node writes to."""
         return self.folders[self.memory_dir]
 
     def folder_of(self, generation: MemoryGeneration) -> Path:
-        """Where this node has a generation."""
+        """Return this node's folder of a generation."""
         return self.folders[generation.memory_dir] / generation.name
 
     def path_of(self, generation: MemoryGeneration, rank: int) -> Path:
-        """Where this node has the shard of a rank, its own or a copy."""
+        """Return this node's folder of a rank's shard, original or copy."""
         return self.folder_of(generation) / rank_folder(rank)
 
     def check_room(self, own_bytes: int) -> None:
-        """Raises ConfigError if a node has no room. own_bytes: of the tensors that this rank saves."""
+        """Raise ConfigError if a node lacks room. own_bytes: bytes of the tensors that this rank saves."""
         sizes = self.ranks.gather(own_bytes)
 
         def check() -> None:
@@ -398,11 +400,10 @@ class MemoryCheckpoints:
         self.ranks.all_do(check, self.timeout_s)
 
     def leftover_advice(self) -> str:
-        """Advice on what may be removed by hand on this node: folders of this run under names of other nodes,
-        such as containers that are gone. Returns "" where there are none. Not collective.
+        """Return advice to remove this run's folders of other nodes on this machine, or "". Not collective.
 
-        They are never removed here: one may be of another job, whose run folder has the same path inside its
-        container.
+        They may be left by containers that are gone. They are never removed automatically: one may belong to
+        another job whose run folder has the same path inside its container.
         """
         own = {folder_of_host(host) for host in self.nodes.names()}
         with storage_errors(self.folder, 0):
@@ -424,16 +425,16 @@ class MemoryCheckpoints:
         saving_step: int = -1,
         fault_point: store.FaultPoint = store.no_fault,
     ) -> None:
-        """Keeps the state after `step`, with its copies.
+        """Save the state after `step` and its copies.
 
-        pieces: what this rank reads at a resume. saving_step: of the checkpoint that is being written to the
-        disk meanwhile (MemoryGeneration). fault_point: called with each name of FAULT_POINTS when it is
-        reached. Raises StorageError and NonFiniteTensor, on all ranks: the newest generation is still there,
-        and counts.
+        pieces: what this rank reads when it resumes. saving_step: step of the checkpoint that is being
+        written to disk at the same time (MemoryGeneration). fault_point: called with each name of
+        FAULT_POINTS when it is reached. Raises StorageError or NonFiniteTensor on all ranks; the newest
+        committed generation then remains valid.
         """
         try:
             self.save_generation(step, list(pieces), meta, saving_step, fault_point)
-        except (IntegrityError, ConfigError) as error:  # of what this save has just written or made
+        except (IntegrityError, ConfigError) as error:  # in what this save has just written or created
             raise StorageError(self.folder, 0, str(error)) from error
 
     def save_generation(
@@ -444,37 +445,37 @@ class MemoryCheckpoints:
         saving_step: int,
         fault_point: store.FaultPoint,
     ) -> None:
-        """save(), with the errors of its parts."""
+        """Implement save() without translating errors."""
         newest = self.committed[:1]
         self.ranks.all_do(lambda: self.make_way(newest), self.timeout_s)
         pending = self.ranks.first_does(lambda: self.begin(step, saving_step), self.timeout_s)
         try:
-            # this rank's own shard, then copies of others
+            # write this rank's shard, then exchange copies
             index = self.ranks.all_do(
                 lambda: self.write_own(pending, pieces, meta, fault_point), self.timeout_s
             )
             fault_point("memory.pre_send")
             self.send_copies(pending, fault_point)
 
-            # from here on it counts
+            # commit
             complete = replace(pending, indexes=tuple(self.ranks.gather(index)))
             fault_point("memory.pre_commit")
             named = [complete, *newest]
             self.ranks.first_does(lambda: write_record(self.run, self.key, named), self.timeout_s)
         except Exception as error:
-            if not isinstance(error, PeerError):  # then no rank is at work any more
+            if not isinstance(error, PeerError):  # all ranks have stopped writing
                 self.remove_all_but(newest)
             raise
         self.committed = named
         fault_point("memory.post_commit")
 
     def begin(self, step: int, saving_step: int) -> MemoryGeneration:
-        """Rank 0: the generation that is to be written."""
+        """Create, on rank 0, the generation to be written."""
         return MemoryGeneration(
             step=step,
             save_id=uuid.uuid4().hex,
             saving_step=saving_step,
-            disk_step=newest_step_on_disk(self.run, up_to=step),  # after that: it may be committed meanwhile
+            disk_step=newest_step_on_disk(self.run, up_to=step),  # after saving_step, which may commit
             layout=layout_of(self.cfg, self.group.size, step),
             memory_dir=self.memory_dir,
         )
@@ -482,7 +483,7 @@ class MemoryCheckpoints:
     def write_own(
         self, pending: MemoryGeneration, pieces: list[store.Piece], meta: Tree, fault_point: store.FaultPoint
     ) -> str:
-        """Writes this rank's shard. Returns the sha256 of its index. Not collective."""
+        """Write this rank's shard. Returns the sha256 of its index. Not collective."""
         def reached(point: str) -> None:
             if point == "ckpt.mid_shard":
                 fault_point("memory.mid_shard")
@@ -504,7 +505,7 @@ class MemoryCheckpoints:
         return hashlib.sha256(read_file(final / "index.json")).hexdigest()
 
     def send_copies(self, pending: MemoryGeneration, fault_point: store.FaultPoint) -> None:
-        """Sends this rank's shard to the nodes that keep it, and takes those of others."""
+        """Send this rank's shard to its keepers, and receive the shards that this rank keeps."""
         if not self.copies:
             return
         own = self.path_of(pending, self.group.index)
@@ -517,13 +518,12 @@ class MemoryCheckpoints:
         self.ranks.all_do(lambda: raise_error(error), self.timeout_s)
 
     def make_way(self, kept: list[MemoryGeneration]) -> None:
-        """Removes all but these generations from this node; makes the folder again where somebody has
-        removed it. Not collective."""
+        """Recreate this node's folder if it was removed; prune all but these generations. Not collective."""
         make_private(self.folder.parents[1], [self.folder.parent.name, self.folder.name])
         self.remove_all_but(kept)
 
     def remove_all_but(self, generations: list[MemoryGeneration]) -> None:
-        """Removes all others from this node; its first rank does. Not collective."""
+        """Remove all other generations from this node, on its first rank. Not collective."""
         if not self.is_first_of_node:
             return
         kept = {self.folder_of(generation) for generation in generations}
@@ -536,20 +536,22 @@ class MemoryCheckpoints:
                         remove(path)
 
     def drop_after(self, step: int) -> None:
-        """Forgets the generations of later steps: the run goes another way. First in the record, so that none
-        of them counts any more, wherever it lies. Raises StorageError."""
+        """Drop the generations after `step` when the run is rewound. Raises StorageError.
+
+        They are dropped from the record first, which invalidates them on every node.
+        """
         kept = [generation for generation in self.committed if generation.step <= step]
         self.ranks.first_does(lambda: write_record(self.run, self.key, kept), self.timeout_s)
         self.committed = kept
         self.ranks.all_do(lambda: self.remove_all_but(kept), self.timeout_s)
 
     def clear(self) -> None:
-        """Gives the memory back: what the run has is on the disk. Raises StorageError."""
+        """Free the memory once the state of the run is on disk. Raises StorageError."""
         self.drop_after(-1)
         if self.is_first_of_node:
             for folder in self.folders.values():
                 for path in (folder, *folder.parents[:2]):
-                    with contextlib.suppress(OSError):  # another run, or another node's folder, is there
+                    with contextlib.suppress(OSError):  # not empty: another run or another node uses it
                         path.rmdir()
 
     # ---- resuming
@@ -557,12 +559,11 @@ class MemoryCheckpoints:
     def newest_start(
         self, cfg: Config, after: int | None = None, bad: Mapping[Path, str] | None = None
     ) -> tuple[StartingPoint | None, list[str]]:
-        """(the newest generation of a step after this one, verified, or None; why others are not used, a line
-        each).
+        """Return (the newest verified generation after step `after`, or None; log lines on those not used).
 
-        A generation of another layout is written to the disk, and that is the start. after: None for the step
-        of the newest checkpoint on the disk, good or not. bad: {folder of this rank's shard: why} of
-        generations that were found damaged before, the same ones on all ranks.
+        A generation with another layout is first written to disk. `after` defaults to the step of the newest
+        checkpoint on disk, good or not. bad: {folder of this rank's shard: reason} for generations found
+        damaged before, the same ones on all ranks.
         """
         if cfg.checkpoint.resume == "none":
             return None, self.notes
@@ -579,45 +580,47 @@ class MemoryCheckpoints:
                     if difference is None:
                         return self.collect(generation, self.all_notes()), self.all_notes()
                     return self.move_to_disk(generation, difference), self.all_notes()
-                except (IntegrityError, StorageError) as error:  # on all ranks
+                except (IntegrityError, StorageError) as error:  # raised on all ranks
                     why = str(error) if difference is None else f"{difference}, and {error}"
             line = f"the checkpoint of step {generation.step:,} in memory is not used: {why}"
             self.settled[generation.name] = line
         return None, self.all_notes()
 
     def look_at_disk(self) -> "DiskSteps":
-        """Rank 0: which checkpoints the run folder has. What a killed writer has left is removed first: it
-        would be taken for one that is being written."""
+        """Return, on rank 0, the newest steps on disk.
+
+        First removes the leftovers of a killed writer, which would look like a save in progress.
+        """
         root = self.run / "checkpoints"
         if root.is_dir():
             store.remove_leftovers(root)
         return DiskSteps(newest_step_on_disk(self.run), step_in_latest(self.run))
 
     def all_notes(self) -> list[str]:
-        """For the log, with why generations are not used."""
+        """Return all log lines, including why generations are not used."""
         return [*self.notes, *self.settled.values()]
 
     def difference_to(self, generation: MemoryGeneration) -> str | None:
-        """The change of the layout that makes ranks read other shards, or None where each reads its own."""
-        for step in (generation.step, generation.step + 1):  # where a phase begins there, its layout, too
+        """Describe the layout change that makes ranks read other shards, or return None if there is none."""
+        for step in (generation.step, generation.step + 1):  # a phase with another layout may begin here
             difference = layout_difference(generation.layout, layout_of(self.cfg, self.group.size, step))
             if difference is not None:
                 return difference
         return None
 
     def collect(self, generation: MemoryGeneration, notes: list[str]) -> StartingPoint:
-        """The start from a generation, once every rank has its shard.
+        """Return the starting point of a generation once every rank has its shard.
 
-        A rank that has none, or a damaged one, is sent it by one of another node. Raises IntegrityError, on
-        all ranks, if no good copy is left of one.
+        A rank whose shard is missing or damaged receives it from another node. Raises IntegrityError, on all
+        ranks, if no good copy of a shard is left.
         """
         found = self.ranks.all_do(lambda: self.look(generation, self.group.index), self.timeout_s)
         held = self.ranks.gather(self.held_ranks(generation))
         problems = self.ranks.gather(found.problem)
         was_sent = [rank for rank, problem in enumerate(problems) if problem]
-        asked: set[tuple[int, str]] = set()  # (rank, host that has sent it its shard)
+        asked: set[tuple[int, str]] = set()  # (rank, host already asked for its shard)
         while any(problems):
-            senders: dict[int, int] = {}  # {rank: who sends it its shard}
+            senders: dict[int, int] = {}  # {receiving rank: sending rank}
             for rank, problem in enumerate(problems):
                 if problem:
                     senders[rank] = self.next_holder(rank, problem, held, asked)
@@ -634,7 +637,7 @@ class MemoryCheckpoints:
         return StartingPoint(found.index, None, notes, memory=where)
 
     def look(self, generation: MemoryGeneration, rank: int) -> "FoundShard":
-        """The shard of a rank on this node, every byte of it verified. Not collective."""
+        """Look up a rank's shard on this node and verify every byte of it. Not collective."""
         path = self.path_of(generation, rank)
         if not os.path.lexists(path):
             return FoundShard(None, f"rank {rank} has no shard on {self.host}")
@@ -644,21 +647,21 @@ class MemoryCheckpoints:
             index = store.verify(path)
             if hashlib.sha256(index.text).hexdigest() != generation.indexes[rank]:
                 raise IntegrityError(f"{path}: is not the one that {RECORD} names")
-        except (IntegrityError, ConfigError) as error:  # ConfigError: of a newer format
+        except (IntegrityError, ConfigError) as error:  # ConfigError: newer format
             return FoundShard(None, str(error))
         return FoundShard(index, "")
 
     def look_again(
         self, generation: MemoryGeneration, before: "FoundShard", error: Exception | None
     ) -> "FoundShard":
-        """look() after an exchange, if there was a problem before. error: of the exchange. Not collective."""
+        """Repeat look() after an exchange (with its error) if there was a problem before. Not collective."""
         if not before.problem:
             return before
         found = self.look(generation, self.group.index)
         return FoundShard(None, str(error)) if found.problem and error is not None else found
 
     def held_ranks(self, generation: MemoryGeneration) -> list[int]:
-        """The ranks whose folder this node has, good or not. Not collective."""
+        """Return the ranks whose shard folders are on this node, good or not. Not collective."""
         try:
             names = [path.name for path in self.folder_of(generation).iterdir()]
         except OSError:
@@ -668,9 +671,10 @@ class MemoryCheckpoints:
     def next_holder(
         self, rank: int, problem: str, held: list[list[int]], asked: set[tuple[int, str]]
     ) -> int:
-        """A rank of another node that has the shard of this one, and has not sent it yet. Not collective.
+        """Return a rank on another node, not asked before, that has this rank's shard. Not collective.
 
-        problem: why the rank has none. held: held_ranks of each rank. Raises IntegrityError if there is none.
+        problem: what is wrong with the rank's own shard. held: held_ranks of each rank. Raises IntegrityError
+        if no such rank is left.
         """
         for host in self.nodes.names():
             holders = [other for other in self.nodes.ranks_on(host) if rank in held[other]]
@@ -679,12 +683,12 @@ class MemoryCheckpoints:
         raise IntegrityError(f"{problem}, and no other node has a good copy")
 
     def exchange(self, generation: MemoryGeneration, senders: dict[int, int]) -> Exception | None:
-        """Sends each rank of `senders` its shard. Returns the first error on this rank (copies.deliver)."""
+        """Send shards, given {receiver: sender}. Returns the first error on this rank (copies.deliver)."""
         rank = self.group.index
         own: dict[int, Manifest] = {}
         for receiver, sender in senders.items():
             if sender == rank:
-                with contextlib.suppress(IntegrityError):  # it has nothing that can be sent
+                with contextlib.suppress(IntegrityError):  # nothing to send
                     own[receiver] = manifest_of(self.path_of(generation, receiver))
         manifests = {receiver: files for part in self.ranks.gather(own) for receiver, files in part.items()}
         if rank in senders:
@@ -699,10 +703,10 @@ class MemoryCheckpoints:
     # ---- resuming under another layout
 
     def move_to_disk(self, generation: MemoryGeneration, difference: str) -> StartingPoint:
-        """The start from a generation of other ranks or another layout, once it is a checkpoint on the disk.
+        """Write a generation with other ranks or another layout to disk, and return it as starting point.
 
-        difference: in words, for the log. Raises IntegrityError, on all ranks, if no node has a good copy of
-        a shard; StorageError where there is no room, and what was there before is unchanged.
+        difference: description of the layout change, for the log. Raises IntegrityError, on all ranks, if no
+        node has a good copy of a shard; StorageError if there is no room, leaving the disk unchanged.
         """
         shards = self.shards_to_read(generation)
         boxes = self.without_overlaps(shards)
@@ -727,10 +731,9 @@ class MemoryCheckpoints:
         )
 
     def shards_to_read(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
-        """{saved rank: the index of its shard} of those that this rank reads. Its node has a good copy of
-        each. Each shard is read by one rank.
+        """Return {saved rank: index of its shard} of the shards that this rank reads from its node.
 
-        Raises IntegrityError, on all ranks, if one is good on no node.
+        Each shard is read by one rank. Raises IntegrityError, on all ranks, if one is good on no node.
         """
         good = self.ranks.all_do(lambda: self.look_at_all(generation), self.timeout_s)
         reader = assign_readers(self.ranks.gather(sorted(good)))
@@ -742,9 +745,9 @@ class MemoryCheckpoints:
         return {saved: index for saved, index in good.items() if reader[saved] == self.group.index}
 
     def look_at_all(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
-        """{saved rank: the index of its shard} of the good ones on this node; its ranks share the work.
+        """Return {saved rank: index of its shard} of the good shards on this node. Not collective.
 
-        Not collective.
+        The ranks of a node divide the work; each returns its part.
         """
         here = self.nodes.ranks_on(self.host)
         held = [saved for saved in self.held_ranks(generation) if saved < len(generation.indexes)]
@@ -756,7 +759,7 @@ class MemoryCheckpoints:
         return found
 
     def without_overlaps(self, shards: Mapping[int, store.StoredIndex]) -> dict[int, list[Box]]:
-        """{saved rank: what of its shard is read}: over all ranks each element once, which rank 0 decides."""
+        """Return {saved rank: boxes to read}, assigned by rank 0 so that each element is read only once."""
         found: dict[int, list[Box]] = {}
         for saved, index in shards.items():
             found[saved] = consolidate.boxes_of(index)
@@ -771,9 +774,9 @@ class MemoryCheckpoints:
     def read_shards(
         self, shards: Mapping[int, store.StoredIndex], boxes: Mapping[int, list[Box]]
     ) -> list[store.Piece]:
-        """These boxes of the shards, verified. Not collective.
+        """Read and verify these boxes of the shards. Not collective.
 
-        Raises IntegrityError; StorageError if the node has not the memory to hold them a second time.
+        Raises IntegrityError, or StorageError if the node lacks the memory for a second copy of them.
         """
         wanted = sum(consolidate.bytes_of(index, boxes[saved]) for saved, index in shards.items())
         free = available_bytes() // len(self.nodes.ranks_on(self.host))
@@ -786,9 +789,9 @@ class MemoryCheckpoints:
 
 
 def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
-    """The checkpoint on the disk, older than the generation, that was removed by hand; None if none was."""
+    """Describe the checkpoint older than the generation that was removed from disk since, or return None."""
     removed = generation.disk_step if generation.disk_step > disk.newest else None
-    if disk.newest < generation.saving_step <= disk.latest:  # else that save has failed, or was killed
+    if disk.newest < generation.saving_step <= disk.latest:  # otherwise that save failed or was killed
         removed = generation.saving_step
     if removed is None:
         return None
@@ -796,9 +799,9 @@ def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None
 
 
 def assign_readers(found: list[list[int]]) -> dict[int, int]:
-    """{saved rank: the rank that reads its shard}, evenly.
+    """Return {saved rank: the rank that reads its shard}, balanced over the ranks.
 
-    found: of each rank, the shards that it may read.
+    found: for each rank, the shards that it can read.
     """
     holders: dict[int, list[int]] = {}
     for rank, shards in enumerate(found):
@@ -807,16 +810,16 @@ def assign_readers(found: list[list[int]]) -> dict[int, int]:
 
     reader: dict[int, int] = {}
     loads = [0] * len(found)
-    for saved in sorted(holders, key=lambda saved: len(holders[saved])):  # first those with the least choice
+    for saved in sorted(holders, key=lambda saved: len(holders[saved])):  # fewest holders first
         reader[saved] = min(holders[saved], key=lambda rank: loads[rank])
         loads[reader[saved]] += 1
     return reader
 
 
 def cut_boxes(packed: list[bytes]) -> dict[int, list[tuple[object, ...]]]:
-    """Rank 0: {saved rank: rows of what is taken of its shard} of the shards that others overlap.
+    """Return, on rank 0, {saved rank: rows of the boxes to read} for the shards that overlap with others.
 
-    packed: of each rank, the boxes of the shards that it reads.
+    packed: for each rank, the packed boxes of the shards that it reads.
     """
     shards: dict[int, list[Box]] = {}
     for of_rank in packed:
@@ -832,9 +835,9 @@ def cut_boxes(packed: list[bytes]) -> dict[int, list[tuple[object, ...]]]:
 
 @dataclass(frozen=True)
 class DiskSteps:
-    """Steps of checkpoints of the run folder, good or not; -1: none.
+    """Steps of checkpoints in the run folder, good or not, or -1 if there is none.
 
-    newest: of those that are there. latest: of the one that was committed last, which may have been removed.
+    newest: the newest one present. latest: the last one committed, which may have been removed.
     """
     newest: int
     latest: int
@@ -842,15 +845,15 @@ class DiskSteps:
 
 @dataclass(frozen=True)
 class FoundShard:
-    """The finding of a rank about a shard on its node. problem: why it cannot be used, or "" if it can."""
+    """Result of looking up a shard on this node. problem: why it cannot be used, or "" if it can."""
     index: store.StoredIndex | None
     problem: str
 
 
 def fewer_copies(cfg: Config, num_others: int, notes: list[str]) -> int:
-    """The copies that a job with so few other nodes has, under parallel.elastic; else raises ConfigError.
+    """Return the number of copies for a job with too few nodes under parallel.elastic, and append to `notes`.
 
-    notes: gets a line.
+    Raises ConfigError without parallel.elastic.
     """
     asked = cfg.checkpoint.replicas
     if cfg.parallel.elastic:
@@ -864,6 +867,6 @@ def fewer_copies(cfg: Config, num_others: int, notes: list[str]) -> int:
 
 
 def raise_error(error: Exception | None) -> None:
-    """Raises the error, if there is one."""
+    """Raise `error` if it is not None."""
     if error is not None:
         raise error

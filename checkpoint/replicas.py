@@ -1,4 +1,4 @@
-"""Compares what ranks hold alike: before each save, and every checkpoint.check_replicas steps."""
+"""Check that replicas are identical, before each save and every checkpoint.check_replicas steps."""
 from typing import Any
 
 from checkpoint.state import RunState, moments_of
@@ -11,8 +11,10 @@ from parallel.wire import comm
 
 
 def compare_replicas(run: RunState) -> None:
-    """Waits for the updated weights. Raises ReplicasDiffer if ranks that hold the same numbers differ, and
-    ExchangesDiffer if those of a group have not run the same collectives.
+    """Wait for the updated weights and compare all replicas.
+
+    Raises ReplicasDiffer if replicas differ, and ExchangesDiffer if the ranks of a group have not run the
+    same collectives.
     """
     wait_param_gathers(run.buckets)
     comm.check_collectives([getattr(run.mesh, name) for name in GROUP_AXES])
@@ -21,7 +23,7 @@ def compare_replicas(run: RunState) -> None:
 
 
 class ReplicaChecks(Extra):
-    """Compares the ranks every so many steps, where no save has done it."""
+    """Compare the replicas every `every` steps, unless a save has just done so."""
 
     def __init__(self, every: int) -> None:
         self.every = every

@@ -1,4 +1,4 @@
-"""Goes back to the last good checkpoint after some spikes in a row (optim.spike_rewind; optim/spikes.py)."""
+"""Rewind to the last good checkpoint after consecutive spikes (optim.spike_rewind; see optim/spikes.py)."""
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,25 +14,25 @@ from runtime import failure, lines
 
 
 class SpikesPersist(RuntimeError):
-    """Loss or gradient norm stayed far above what was usual (exit code 77)."""
+    """Loss or gradient norm keeps spiking (exit code 77)."""
 
     exit_code = 77
 
 
 class SpikeRewinds:
-    """Decides when a run goes back (optim.spike_rewind), and when it ends."""
+    """Decide when to rewind a run (optim.spike_rewind), and when to abort it."""
 
     def __init__(self, cfg: OptimConfig) -> None:
         self.cfg = cfg
         self.num_rewinds = 0  # since a step beyond `furthest` was applied
-        self.furthest = 0  # the last spike before which the run went back
+        self.furthest = 0  # the last spike that caused a rewind
 
     def find(self, spikes: SpikeState, steps: Iterable[tuple[int, bool]]) -> int | None:
-        """Counts (step, whether it was a spike). Returns the first of so many spikes in a row that the run
-        must go back before it, or None if it goes on.
+        """Count `steps`, each (step, whether it was a spike).
 
-        Raises SpikesPersist when it has gone back too often, and when it never goes back and as many spikes
-        came in a row as the window has steps.
+        Returns the first spike of the streak if it is long enough to rewind before it, otherwise None.
+        Raises SpikesPersist after too many rewinds, or, without spike_rewind, once the streak is as long as
+        the window.
         """
         if self.cfg.spike_sigma is None:
             return None
@@ -63,9 +63,9 @@ class SpikeRewinds:
 
 
 class Rewinds(Extra):
-    """Counts the spikes that the log has read, and takes the run back where there are too many in a row.
+    """Count the spikes that the log has read, and rewind the run after too many in a row.
 
-    in_memory: the checkpoints in memory, or None without any: what comes after the step is dropped.
+    in_memory: the in-memory checkpoints, if any; a rewind discards the later ones.
     """
 
     def __init__(self, cfg: OptimConfig, saving: DiskSaves, in_memory: MemoryCheckpoints | None) -> None:
@@ -83,16 +83,16 @@ class Rewinds(Extra):
         return None if first_spike is None else self.go_back(run)
 
     def may_save(self, run: Any, step: int) -> bool:
-        """Not among spikes: the run may go back before them."""
+        """Skip saves during a streak of spikes, since the run may be rewound before it."""
         return self.cfg.spike_rewind is None or not run.spikes.in_a_row
 
     def before_save(self, run: Any, step: int) -> None:
-        self.rewinds.find(run.spikes, self.log.take_spikes())  # under spike_rewind all have been read
+        self.rewinds.find(run.spikes, self.log.take_spikes())  # under spike_rewind all were counted
 
     def go_back(self, run: Any) -> int:
-        """Goes back to the newest good checkpoint before the last spikes, and leaves out their data.
+        """Rewind to the newest good checkpoint before the streak of spikes, and skip their data. Collective.
 
-        Returns the step of that checkpoint. Raises SpikesPersist if there is none; StorageError. Collective.
+        Returns the step of that checkpoint. Raises SpikesPersist if there is none, or StorageError.
         """
         everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
         with self.saving.excused():

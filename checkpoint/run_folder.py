@@ -1,4 +1,4 @@
-"""What a run folder holds beside checkpoints and metrics: config.yaml, and the tokenizer with its files."""
+"""The files of a run folder besides checkpoints and metrics: config.yaml and the tokenizer."""
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +18,12 @@ from runtime import folder as run_folders
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
 
-if TYPE_CHECKING:  # a run without checkpoints in memory loads none of them
+if TYPE_CHECKING:  # imported only by runs with in-memory checkpoints
     from checkpoint.memory import MemoryCheckpoints
 
 
 class RunFolder(Extra):
-    """Writes what a checkpoint is read with, on rank 0: after the first step, and again where it is gone."""
+    """Write config.yaml after the first step of a phase, on rank 0, and restore a folder that was removed."""
 
     def __init__(self, folder: Path, log: MetricsLogger, is_first_rank: bool) -> None:
         self.folder = folder
@@ -36,10 +36,10 @@ class RunFolder(Extra):
 
     def step_computed(self, run: Any, step: int, result: StepResult) -> None:
         if step == self.first_step and self.is_first_rank:
-            write_config(run.phases.whole, self.folder)  # it says what was trained: not before a step was
+            write_config(run.phases.whole, self.folder)  # not before a step was trained with this config
 
     def restore(self, run: Any, step: int) -> None:
-        """Where the run folder was removed meanwhile: warns, and writes again what it should hold."""
+        """If the run folder was removed during the run, warn and write its files again."""
         folder = self.folder
         if not self.is_first_rank or (folder / "config.yaml").exists():
             return
@@ -55,17 +55,17 @@ class RunFolder(Extra):
 
 
 def write_config(cfg: Config, folder: Path) -> None:
-    """Writes config.yaml: a reader sees the old file or the new one."""
+    """Write config.yaml atomically."""
     temp = folder / "config.yaml.tmp"
     temp.write_text(dump(cfg))
     temp.replace(folder / "config.yaml")
 
 
 def keep_tokenizer(cfg: Config, data: BatchLoader, folder: Path) -> None:
-    """Saves the tokenizer of the data that a run reads, with the files that belong to it (chat template,
-    generation settings). Conversations are written as their own tokenizer says, and in no other template.
+    """Save the tokenizer of the training data with its files (chat template, generation settings).
 
-    They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
+    The files are looked up at data.tokenizer, next to the data, and in the run that supplies the weights. For
+    chat data only the template that the data was prepared with is saved.
     """
     folder.mkdir(parents=True, exist_ok=True)
     data.required_tokenizer.save(folder)
@@ -75,7 +75,7 @@ def keep_tokenizer(cfg: Config, data: BatchLoader, folder: Path) -> None:
 
 
 def describe_template(cfg: Config, data: BatchLoader) -> str | None:
-    """Which chat template conversations have, where another folder of the run has another; else None."""
+    """Describe the chat template of the data if another folder of the run has a different one; else None."""
     tokenizer = data.required_tokenizer
     if not data.is_chat:
         return None
@@ -90,7 +90,7 @@ def describe_template(cfg: Config, data: BatchLoader) -> str | None:
 
 
 def same_tokenizers(cfg: Config, tokenizer: Tokenizer) -> Iterator[Path]:
-    """The folders of tokenizer_places that hold this tokenizer: the files of others are not its own."""
+    """Yield the folders of tokenizer_places that contain this very tokenizer."""
     for place in tokenizer_places(cfg):
         if any((place / name).is_file() for name in tokenizer_files.OWN_FILES):
             with contextlib.suppress(ConfigError, OSError):
@@ -99,7 +99,7 @@ def same_tokenizers(cfg: Config, tokenizer: Tokenizer) -> Iterator[Path]:
 
 
 def tokenizer_places(cfg: Config) -> list[Path]:
-    """Folders that may hold the files of the run's tokenizer."""
+    """Return the folders that may contain the files of the run's tokenizer."""
     given = Path(cfg.data.tokenizer or "bytes")
     places = [given.parent if given.is_file() else given]
     for _, path in named_paths(cfg.data):
@@ -114,10 +114,10 @@ def tokenizer_places(cfg: Config) -> list[Path]:
 
 
 def probe_run_folder(run: TrainingRun, folder: Path, in_memory: "MemoryCheckpoints | None" = None) -> None:
-    """Finds before the first step what would else end the run at its first save. Collective.
+    """Check before the first step that the run can be saved. Collective.
 
-    Raises ConfigError if a rank sees another folder than rank 0, or a node has no room for checkpoints in
-    memory; StorageError (82) if rank 0 cannot write there, or a checkpoint does not fit on the disk.
+    Raises ConfigError if a rank sees a different folder than rank 0, or a node has no room for in-memory
+    checkpoints; StorageError (82) if rank 0 cannot write there, or a checkpoint does not fit on the disk.
     """
     everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
     with store.storage_errors(folder, 0):

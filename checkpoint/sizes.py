@@ -1,28 +1,28 @@
-"""Refuses a config whose model is far larger than what is stored of it."""
+"""Reject a config whose model is far larger than its stored tensors."""
 from checkpoint.disk.folder import StoredPiece
 from config import ConfigError, ModelConfig, layer_models
 from config.tree import has_path
 from model.router import mixture
 
-SIZE_MARGIN = 2  # a size of a model beyond this times what is stored is refused before anything is made
+SIZE_MARGIN = 2  # reject a model with more than this times the stored size before allocating anything
 
 
 def check_size(model: ModelConfig, pieces: list[StoredPiece], where: str) -> None:
-    """check_counts, with what a checkpoint holds: the stored boxes of its weights."""
+    """Call check_counts with the stored weights of a checkpoint."""
     weights = [piece.box for piece in pieces if "@" not in piece.box.key]
     num_elements = sum(box.volume for box in weights)
     check_counts(model, num_tensors=len(weights), num_elements=num_elements, where=where)
 
 
 def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, where: str) -> None:
-    """Raises ConfigError if the model is far larger than what is stored of it, before it is allocated.
+    """Raise ConfigError if the model is far larger than its stored tensors, before it is allocated.
 
-    The sizes come from a file that anybody may have written. Exact differences are found when it is loaded.
+    The sizes come from an untrusted file. Smaller mismatches are found during loading.
     """
     width = model.hidden
     mlps = [like.mlp for like in layer_models(model).values() if has_path(like, "mlp.width")]
     experts = mixture(model)
-    least = {  # what any model with these sizes has at least
+    least = {  # lower bounds for any model with these sizes
         "layers": (model.layers, num_tensors),
         "layers x hidden": (model.layers * width, num_elements),
         "hidden x vocab": (width * (model.vocab or 1), num_elements),

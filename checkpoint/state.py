@@ -1,11 +1,11 @@
-"""Moves the state of a run into a checkpoint and back.
+"""Save the state of a run to a checkpoint and load it back.
 
-A checkpoint holds the master weights under their canonical names, the optimizer's moments under NAME@MOMENT,
-the moving average of the weights under NAME@ema (train.ema), the state of the routers, and the error feedback
-of PowerSGD (parallel/sharding/powersgd.py). meta.json says which settings made it. Some of them must be the
-same when the run is continued; the others may change.
+A checkpoint stores the master weights under their canonical names, the optimizer moments under NAME@MOMENT,
+the moving average of the weights under NAME@ema (train.ema), the router state, and PowerSGD's error feedback
+(parallel/sharding/powersgd.py). meta.json records the settings of the run. Some of them must be the same when
+the run resumes; the others may change.
 
-`run` is a build.TrainingRun. RunState lists what is used of it here.
+`run` is a build.TrainingRun; RunState declares the attributes used here.
 """
 import dataclasses
 import functools
@@ -75,8 +75,8 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm, messages
 from remote.files import is_url
 
-# If one of these changed, samples would be repeated or lost, or a checkpoint would hold other states. So must
-# the keys that decide what the weights compute (config/reading/function.py).
+# If one of these changed, samples would be repeated or lost, or the checkpoint would lack required states.
+# The keys that define the model's function must match, too (config/reading/function.py).
 MUST_MATCH = (
     "model.aux_kind",
     "train.seed",
@@ -92,22 +92,22 @@ MUST_MATCH = (
     "data.fim_tokens",
     "optim.name",
 )
-# A change of these needs no warning.
+# Changes to these need no warning.
 UNREPORTED = ("log.", "eval.", "checkpoint.", "profile.")
-EMA_SUFFIX = f"@{EMA}"  # of the keys of optim/ema.py
+EMA_SUFFIX = f"@{EMA}"  # key suffix of the averages of optim/ema.py
 TRAINED = "trained"
-WEIGHTS = (TRAINED, EMA)  # which weights of a checkpoint a script reads
-BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
-DOWNLOADS = pathlib.Path("runs/remote")  # copies of checkpoints in a store, for scripts
+WEIGHTS = (TRAINED, EMA)  # the sets of weights that scripts can read
+BY_TIME = "keep_minutes"  # marks a checkpoint that is permanent because of checkpoint.keep_minutes
+DOWNLOADS = pathlib.Path("runs/remote")  # where scripts put local copies of remote checkpoints
 
 BoxedTensors = list[tuple[Box, Tensor]]
 Result = TypeVar("Result")
-Choose = Callable[[dict[pathlib.Path, str]], "StartingPoint"]  # {checkpoint: why it is damaged} -> another
+Choose = Callable[[dict[pathlib.Path, str]], "StartingPoint"]  # {damaged checkpoint: reason} -> next to try
 Check = Callable[[pathlib.Path], store.StoredIndex]  # raises IntegrityError: store.verify, store.quick_check
 Indexes = dict[pathlib.Path, store.StoredIndex]
 
 
-# ---- what is used of a run ---------------------------------------------------------------------------------
+# ---- the interface of a run --------------------------------------------------------------------------------
 
 class Fingerprinted(Protocol):
     """data.tokenizer.Tokenizer"""
@@ -159,7 +159,7 @@ class Spikes(Protocol):
 
 
 class RunState(Protocol):
-    """The part of a build.Run that a checkpoint reads and fills."""
+    """The part of a build.TrainingRun that checkpoints read and write."""
     @property
     def cfg(self) -> Config: ...
     @property
@@ -193,10 +193,10 @@ class RunState(Protocol):
 def state_boxes(
     buckets: list[Bucket], state: Moments, shares: Sequence[Share] | None = None
 ) -> BoxedTensors:
-    """[(box, view)] of the masters and the moments.
+    """Return [(box, view)] of the masters and the moments.
 
-    state: {suffix: a flat tensor for each bucket, or None where the optimizer keeps no such moment}.
-    shares: the wanted part of each bucket, or None for all that this rank owns.
+    state: {suffix: one flat tensor per bucket, or None for buckets without that moment}.
+    shares: the part of each bucket to include; by default everything that this rank owns.
     """
     found: BoxedTensors = []
     for position, bucket in enumerate(buckets):
@@ -212,14 +212,14 @@ def state_boxes(
 
 
 def moments_of(run: RunState) -> Moments:
-    """The tensors stored beside each master: those of the optimizer, and its moving average."""
+    """Return the tensors that are stored with each master: optimizer moments and the moving average."""
     return {**run.optim.state(), **(run.ema.state() if run.ema is not None else {})}
 
 
 def stored_as(index: store.StoredIndex, boxes: BoxedTensors, weights: str) -> BoxedTensors:
-    """The boxes of weights under the keys that hold them in the checkpoint: those of `weights` (WEIGHTS).
+    """Rename the boxes to the checkpoint keys of the chosen set of weights (one of WEIGHTS).
 
-    What has no average, such as the biases of routers, keeps its key. Raises ConfigError if the checkpoint
+    Tensors without an average, such as router biases, keep their keys. Raises ConfigError if the checkpoint
     has no average.
     """
     if weights == TRAINED:
@@ -235,29 +235,29 @@ def stored_as(index: store.StoredIndex, boxes: BoxedTensors, weights: str) -> Bo
 
 
 def averaged_keys(index: store.StoredIndex) -> set[str]:
-    """The keys of the weights whose moving average a checkpoint holds."""
+    """Return the keys of the weights whose moving average is in the checkpoint."""
     keys = {piece.box.key for piece in index.pieces}
     return {key.removesuffix(EMA_SUFFIX) for key in keys if key.endswith(EMA_SUFFIX)}
 
 
 def powersgd_of(buckets: list[Bucket]) -> dict[int, PowerSGD]:
-    """{position of a bucket: its PowerSGD}, of the buckets that have one."""
+    """Return {bucket position: its PowerSGD} for the buckets that use it."""
     found = {position: bucket.grads.powersgd for position, bucket in enumerate(buckets)}
     return {position: reducer for position, reducer in found.items() if reducer is not None}
 
 
 def summed_errors(buckets: list[Bucket]) -> dict[int, Tensor]:
-    """{position of a bucket: the sum of its ranks' errors, flat}. Collective."""
+    """Return {bucket position: the flat sum of all ranks' errors}. Collective."""
     return {position: reducer.sum_errors() for position, reducer in powersgd_of(buckets).items()}
 
 
 def error_boxes(
     buckets: list[Bucket], errors: Mapping[int, Tensor], shares: Sequence[Share], each_once: bool = False
 ) -> BoxedTensors:
-    """[(box, view)] of what PowerSGD keeps: of the sums of errors this rank's share, and the bases.
+    """Return [(box, view)] of the PowerSGD state: this rank's share of the summed errors, and the bases.
 
-    errors: {position of a bucket: a flat tensor of its size}. shares: of each bucket, what of it is wanted.
-    each_once: leaves out the bases that another rank has too, and saves.
+    errors: {bucket position: a flat tensor of its size}. shares: the part of each bucket to include.
+    each_once: omit replicated bases that another rank saves.
     """
     found: BoxedTensors = []
     for position, reducer in powersgd_of(buckets).items():
@@ -270,7 +270,7 @@ def error_boxes(
 
 
 def load_buckets(buckets: list[Bucket]) -> None:
-    """Brings the weights up to the masters, which were just filled."""
+    """Update the weights from the masters, which were just loaded."""
     for bucket in buckets:
         bucket.weights.copy_master_to_local()
         bucket.weights.start_gather_updated()
@@ -279,7 +279,7 @@ def load_buckets(buckets: list[Bucket]) -> None:
 # ---- meta.json ---------------------------------------------------------------------------------------------
 
 def fingerprints(data: TrainingData) -> dict[str, str]:
-    """{name: fingerprint} that must be the same when a run is continued.
+    """Return {name: fingerprint} of the inputs that must not change when a run resumes.
 
     Raises ConfigError if the data does not name its tokenizer.
     """
@@ -291,7 +291,7 @@ def fingerprints(data: TrainingData) -> dict[str, str]:
 
 
 def describe_run(run: RunState, step: int) -> Tree:
-    """The content of meta.json: how far the run is and goes, and which settings it has (of all phases)."""
+    """Return the content of meta.json: progress, horizon, and the settings of all phases."""
     return {
         "step": step,
         "tokens": run.phases.tokens_seen(step),
@@ -309,25 +309,24 @@ def describe_run(run: RunState, step: int) -> Tree:
 
 
 def config_of(meta: Tree) -> Config:
-    """The config with which the last step before a save was made: of a run with phases, that of the phase."""
+    """Return the config of the last step before the save; in a run with phases, that of its phase."""
     return phases_of(saved_config(meta["config"])).of_step(meta["step"]).cfg
 
 
 def horizon_in(meta: Tree) -> int | None:
-    """The steps of the run that made a checkpoint, or None for an old one of a run that states FLOPs."""
+    """Return the total steps of the run, or None for old checkpoints of runs that set train.flops."""
     return meta.get("steps") or horizon_of(saved_config(meta["config"]))
 
 
 def name_of(index: store.StoredIndex, in_memory: bool) -> str:
-    """Of a checkpoint, for messages. Of one in memory there is no path to name: that is one rank's part."""
+    """Name a checkpoint in messages; one in memory without its path, which contains only one rank's part."""
     return f"the checkpoint of step {index.step:,} in memory" if in_memory else str(index.path)
 
 
 def differing_settings(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    """{section.key: (old value, new one)} where they differ.
+    """Return {section.key: (old value, new value)} of the settings that differ.
 
-    Where all layers are the same, it does not count what kinds of blocks are called and how a pattern is
-    spelled.
+    Names of block kinds and the spelling of a pattern are ignored if all layers are the same.
     """
     differing = differing_leaves(old, new)
     if blocks_of_layers(old.model) == blocks_of_layers(new.model):
@@ -337,7 +336,7 @@ def differing_settings(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def blocks_of_layers(model: ModelConfig) -> list[tuple[Any, ...]]:
-    """The mixer, MLP and norm of each layer, and the layer whose keys it reads."""
+    """Return the mixer, MLP and norm of each layer, and the layer whose keys it reuses."""
     sources = key_sources(model)
     found: list[tuple[Any, ...]] = []
     for layer in range(model.layers):
@@ -349,10 +348,10 @@ def blocks_of_layers(model: ModelConfig) -> list[tuple[Any, ...]]:
 
 
 def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = False) -> list[str]:
-    """Compares the settings in `meta` with those of the run.
+    """Compare the settings in `meta` with those of the run. Returns a warning for each changed setting.
 
-    where: name_of the checkpoint, for messages. Returns a warning for each setting that changed since the
-    save. Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
+    where: name_of the checkpoint, for messages. Raises ConfigError if a setting that must not change has
+    changed, or if the data or the tokenizer differ.
     """
     old, new = saved_config(meta["config"]), run.phases.whole
     differing = differing_settings(old, new)
@@ -365,10 +364,10 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
         phase_notes = check_same_past(before, run.phases, meta["step"], where)
         horizons = (horizon_in(meta) or run.steps, run.steps)
         if check_same_schedule(before, run.phases, meta["step"], where, horizons):
-            changed.pop("optim.decay_steps", None)  # states the end that it had
+            changed.pop("optim.decay_steps", None)  # spells out the same end of the schedule
 
-    # What must not change.
-    source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
+    # reject changes that are not allowed
+    source = "CHECKPOINT" if in_memory else where  # a new run cannot take weights from memory
     new_run = f"start a new run from its weights: --log.name OTHER --checkpoint.init_from {source}"
     unequal = [key for key, values in changed.items() if must_match(key) or is_switched(key, *values)]
     if unequal:
@@ -380,19 +379,19 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
             f"{branch_advice(key, changed[key][1], meta['step'], where, in_memory)}or {new_run}{stating}"
         )
     for name, current in fingerprints(run.data).items():
-        is_of_phase = run.phases.of_step(meta["step"]) == run.phase  # each phase has data of its own
+        is_of_phase = run.phases.of_step(meta["step"]) == run.phase  # phases may differ in their data
         if meta[name] != current and (is_of_phase or name != "data"):
             stored = meta[name][:FINGERPRINT_DIGITS]
             found = current[:FINGERPRINT_DIGITS]
             stating = f" --checkpoint.init_changes {START}" if other_start(meta, run.data.has_start) else ""
             advice = f"give the same data and data.bos, or {new_run}{stating}"
-            if name == "tokenizer" and stored != UNKNOWN:  # its weights know other tokens
+            if name == "tokenizer" and stored != UNKNOWN:  # the token ids differ
                 advice = f"{data_of_tokenizer(source, run.cfg)}, or start a new run: --log.name OTHER"
             raise ConfigError(
                 f"data.path: the {name} of {where} has fingerprint {stored}, this one {found}; {advice}"
             )
 
-    # What may.
+    # warn about the other changes
     warnings = [
         f"resumed with another {key} ({said(before)} -> {said(now)})"
         for key, (before, now) in changed.items()
@@ -403,9 +402,9 @@ def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = Fals
 
 
 def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -> None:
-    """Raises ConfigError if a run that goes on is to begin at another checkpoint than it has begun at.
+    """Raise ConfigError if a run that resumes itself names another initial checkpoint than before.
 
-    path, where: of its own checkpoint, from which it goes on, and name_of it.
+    path: the run's own checkpoint to resume from. where: name_of that checkpoint.
     """
     began_at = {**dataclasses.asdict(CheckpointConfig()), **meta["config"]["checkpoint"]}
     for key in ("branch", "init_from", "init_changes", "resume"):
@@ -413,7 +412,7 @@ def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -
         if new in (None, *OWN_CHECKPOINTS, old) or (key != "init_changes" and is_same_place(str(old), new)):
             continue
         if key == "resume" and pathlib.Path(new).resolve() in (path.resolve(), path.resolve().parents[1]):
-            continue  # names this checkpoint, or the run
+            continue  # names this checkpoint or this run
         raise ConfigError(
             f"checkpoint.{key}: the run goes on from {where}, and it began with {old}, not {new}; set it "
             "back, or choose another --log.name"
@@ -421,12 +420,12 @@ def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -
 
 
 def is_same_place(old: str, new: str) -> bool:
-    """Whether two words name one run or checkpoint, as seen from the present folder."""
+    """Return whether two names refer to the same run or checkpoint, relative to the current folder."""
     return not is_url(new) and pathlib.Path(old).resolve() == pathlib.Path(new).resolve()
 
 
 def branch_advice(key: str, value: object, step: int, where: str, in_memory: bool) -> str:
-    """How a branch of the checkpoint (`where`, of this step) changes a key, if one can: words of an error."""
+    """Return advice on changing a key in a branch of the checkpoint, or "" if a branch cannot change it."""
     section, _, name = key.partition(".")
     if in_memory or name not in CHANGEABLE.get(section, "").split():
         return ""
@@ -438,13 +437,12 @@ def branch_advice(key: str, value: object, step: int, where: str, in_memory: boo
 
 
 def said(value: object) -> str:
-    """A value, or a part as a config file has it."""
+    """Format a value for messages, a nested part as in a config file."""
     return written(value) if dataclasses.is_dataclass(value) or isinstance(value, tuple) else str(value)
 
 
 def check_left_out(meta: Tree, train: TrainConfig, where: str) -> None:
-    """Raises ConfigError if a run with these settings cannot leave out the data that the checkpoint has left
-    out."""
+    """Raise ConfigError if these settings do not support the skipped data steps of the checkpoint."""
     if not meta.get("spikes", {}).get("left_out"):
         return
     for key, value in (("train.phases", train.phases), ("train.ramp", train.ramp)):
@@ -456,22 +454,22 @@ def check_left_out(meta: Tree, train: TrainConfig, where: str) -> None:
 
 
 def must_match(key: str) -> bool:
-    """Whether a run cannot be continued with another value of this key."""
+    """Return whether this key must not change when a run resumes."""
     return key in MUST_MATCH or key in FUNCTION_KEYS or key in ("model.blocks", "model.pattern")
 
 
 def is_switched(key: str, old: object, new: object) -> bool:
-    """Whether a key is set where it was not, or the other way round, and that decides what is trained."""
+    """Return whether setting or unsetting this key changes the training data, and that has happened."""
     return key == "data.valid" and (old is None) != (new is None)
 
 
 def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> None:
-    """Raises ConfigError if nothing is left to train after this checkpoint and it is not this run's result.
+    """Raise ConfigError if nothing is left to train after this checkpoint and it is not this run's result.
 
-    Refused are: a checkpoint beyond the horizon; one at the horizon, in another run's folder; one at the
-    horizon that other settings made. So a run never reports the result of another run as its own.
+    Rejects a checkpoint beyond the horizon, and one at the horizon that is in another run's folder or was
+    made with other settings. Thus a run never reports the result of another run as its own.
 
-    meta: of the checkpoint `where`. own_folder: whether it is in this run's own folder.
+    meta: the metadata of checkpoint `where`. own_folder: whether it is in this run's folder.
     """
     train = run.cfg.train
     step = meta["step"]
@@ -509,11 +507,10 @@ def find_checkpoint(
     check: Check = store.verify,
     downloads: pathlib.Path = DOWNLOADS,
 ) -> pathlib.Path:
-    """The checkpoint that `path` names: a checkpoint folder, a folder of checkpoints, or a run folder.
+    """Find the checkpoint that `path` names: a checkpoint folder, a folder of checkpoints, or a run folder.
 
-    Of a URL it is the local copy, below `downloads`.
-    log, bad, check: see store.newest_checkpoint. Raises ConfigError if there is no checkpoint; IntegrityError
-    if none is good.
+    For a URL, returns the local copy below `downloads`. log, bad, check: see store.newest_checkpoint. Raises
+    ConfigError if there is no checkpoint, and IntegrityError if none is good.
     """
     folder = mirror.local_checkpoint(path, downloads) if is_url(path) else pathlib.Path(path)
     if (folder / "index.json").exists():
@@ -536,7 +533,7 @@ def find_checkpoint(
 
 
 def find_index(path: str, log: list[str]) -> store.StoredIndex:
-    """The index of the checkpoint that find_checkpoint finds, whose every byte is verified."""
+    """Return the index of the checkpoint from find_checkpoint, after verifying every byte of it."""
     indexes: Indexes = {}
     check = kept_in(indexes, store.verify)
     try:
@@ -549,7 +546,7 @@ def find_index(path: str, log: list[str]) -> store.StoredIndex:
 
 
 def kept_in(indexes: Indexes, check: Check) -> Check:
-    """`check` of a folder, which keeps what it returns: so that each index is read once."""
+    """Wrap `check` to store its results in `indexes`, so that each index is read only once."""
     def keep(path: pathlib.Path) -> store.StoredIndex:
         indexes[path] = check(path)
         return indexes[path]
@@ -564,11 +561,11 @@ def load_found(
     world: comm.Group,
     timeout_s: float | None = None,
 ) -> Result:
-    """load(index) of the checkpoint that find_index finds, on many ranks. Collective.
+    """Find a checkpoint as find_index does and call load(index), on many ranks. Collective.
 
-    Rank 0 looks for it, and checks its small files alone; load verifies what this rank reads, and raises on
-    all ranks what one of them finds. Then the checkpoint before it is tried, or a copy repaired.
-    Raises ConfigError if there is no checkpoint; IntegrityError if none is good.
+    Rank 0 finds it and checks only its small files; load() verifies what each rank reads, and raises on all
+    ranks if one finds damage. Then the previous checkpoint is tried, or the local copy repaired.
+    Raises ConfigError if there is no checkpoint, and IntegrityError if none is good.
     """
     bad: dict[pathlib.Path, str] = {}
     repaired: list[str] = []
@@ -583,7 +580,7 @@ def load_found(
 
     while True:
         start = choose_together(look, world, timeout_s)
-        assert start.weights is not None  # find_checkpoint has raised without one
+        assert start.weights is not None  # find_checkpoint raises if there is none
         try:
             return load(start.weights)
         except store.IntegrityError as error:  # raised on every rank
@@ -598,11 +595,11 @@ def load_weights(
     sharers: int = 1,
     origin: WeightOrigin | None = None,
 ) -> None:
-    """Loads the weights alone, whatever else the checkpoint holds: for evaluation, init_from and export.
+    """Load only the weights from a checkpoint, for evaluation, init_from and export.
 
-    source: the checkpoint folder, or its index. more: tensors beside those of the buckets. meet: calls its
-    argument, on many ranks together. sharers: see store.start_load. origin: says which weights are taken;
-    the others stay. Without it all are.
+    source: the checkpoint folder or its index. more: tensors in addition to those of the buckets. meet: calls
+    its argument, synchronized over all ranks. sharers: see store.start_load. origin: selects the weights to
+    load and leaves the others unchanged; by default all are loaded.
     """
     wants = weight_boxes(buckets, more)
     if origin is not None:
@@ -624,8 +621,10 @@ def load_weights(
 def fill_boxes(
     index: store.StoredIndex, wants: BoxedTensors, world: comm.Group, timeout_s: float | None = None
 ) -> None:
-    """Fills tensors of a model that only computes. No rank does before all have verified what they read.
-    Collective. Raises IntegrityError, on all ranks; ConfigError if the checkpoint does not fit."""
+    """Load tensors of an inference model, after all ranks have verified what they read. Collective.
+
+    Raises IntegrityError on all ranks, and ConfigError if the checkpoint does not fit.
+    """
     sharers = ranks_on_this_host(world)
     started: list[store.StartedLoad] = []
 
@@ -637,23 +636,23 @@ def fill_boxes(
 
 
 def weight_boxes(buckets: list[Bucket], more: Sequence[tuple[Box, Tensor]] = ()) -> BoxedTensors:
-    """The weights that this rank reads, and `more`; pass_on_all brings it the rest."""
+    """Return the weights that this rank reads, plus `more`; it receives the rest in pass_on_all."""
     return [*state_boxes(buckets, {}, read_shares(buckets)), *more]
 
 
 def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
-    """Brings every replica of a shard what the others have read of it. Collective."""
+    """Exchange the parts that the replicas of each shard have read. Collective."""
     for position, bucket in enumerate(buckets):
         pass_on(bucket, position, [flat for _, flat in state_flats(bucket, position, state)])
 
 
 def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> list[str]:
-    """Loads weights and optimizer state into the run, whatever layout saved them. Collective.
+    """Load weights and optimizer state into the run, whatever layout saved them. Collective.
 
-    index: of the checkpoint, with its meta.json. in_memory: it is of this rank's part alone. Returns
-    warnings. Of what several ranks hold alike, each reads and verifies a share. Only when all ranks have
-    found theirs good, tensors are filled, and the shares passed on. An IntegrityError of one rank is raised
-    on all. Raises ConfigError if the checkpoint does not fit the run.
+    index: the checkpoint's index with its meta.json; with in_memory it covers only this rank's part. Returns
+    warnings. Replicas divide the reads: each rank reads and verifies a share. Only when all ranks have
+    verified theirs are tensors filled and the shares exchanged. An IntegrityError on one rank is raised on
+    all. Raises ConfigError if the checkpoint does not fit the run.
     """
     world = run.mesh.world
     meta, where = index.meta, name_of(index, in_memory)
@@ -665,7 +664,7 @@ def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> li
         converted = f"masters and moments of {where} were converted from {stored_states} to {states}"
         warnings.append(f"optim.states: {converted}{rounding}")
 
-    # A run that begins to average, or no longer does. A rank whose part is empty has no average to see.
+    # handle train.ema being switched on or off; a rank whose part is empty cannot tell by itself
     stored_ema = bool(averaged_keys(index))
     if in_memory:
         stored_ema = any(comm.all_gather_objects(stored_ema, world))
@@ -674,7 +673,7 @@ def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> li
     if run.ema is None and stored_ema:
         warnings.append(f"train.ema: none; the moving average in {where} is left behind")
 
-    # What this rank fills. Of many ranks, each holds a part of the keys; the first looks for what none wants.
+    # collect the tensors to load; rank 0 gathers the keys of all ranks to find those that none loads
     moments = moments_of(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
     shares = read_shares(run.buckets)
@@ -717,12 +716,12 @@ def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> li
 
 
 def boxes_to_read(run: RunState, moments: Moments) -> BoxedTensors:
-    """The boxes that this rank reads, without what PowerSGD keeps. pass_on_all brings it the rest."""
+    """Return the boxes that this rank reads, without PowerSGD state; it receives the rest in pass_on_all."""
     return state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
 
 
 def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
-    """Those boxes that the checkpoint holds. What PowerSGD keeps starts from scratch where it has none."""
+    """Return the boxes that are in the checkpoint. PowerSGD state that is not there starts from scratch."""
     if not boxes:
         return []
     stored = {(piece.box.key, piece.box.shape) for piece in index.pieces}
@@ -738,7 +737,7 @@ def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
 def save_run(
     run: RunState, saver: CheckpointSaver, root: pathlib.Path, step: int, *, fault_point: store.FaultPoint
 ) -> None:
-    """Saves the run as it stands after `step`. Collective: every rank writes its share of what it has.
+    """Save the state of the run after `step`. Collective: every rank writes its share.
 
     A saver with a background thread may still be writing when this returns. Its errors are raised by its next
     call.
@@ -762,25 +761,25 @@ def save_run(
 
 
 def boxes_to_save(run: RunState) -> BoxedTensors:
-    """The boxes that this rank writes, without the errors of PowerSGD, which are summed first."""
+    """Return the boxes that this rank writes, without PowerSGD's errors, which must be summed first."""
     shares = write_shares(run.buckets, run.mesh)
     return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
 
 
 def boxes_of_rank(run: RunState) -> BoxedTensors:
-    """The boxes that this rank reads at a resume under the same layout: all it needs of a memory checkpoint.
+    """Return the boxes that this rank reads when it resumes under the same layout, for in-memory checkpoints.
 
-    Collective: the errors of PowerSGD are summed.
+    Collective, since PowerSGD's errors are summed.
     """
     pieces = boxes_to_read(run, moments_of(run))
     pieces += error_boxes(run.buckets, summed_errors(run.buckets), read_shares(run.buckets))
-    return list({box: (box, tensor) for box, tensor in pieces}.values())  # each box once
+    return list({box: (box, tensor) for box, tensor in pieces}.values())  # without duplicates
 
 
 def check_space(run: RunState, root: pathlib.Path) -> None:
-    """Raises StorageError, on all ranks, if the disk has no room for one checkpoint. Collective.
+    """Raise StorageError, on all ranks, if the disk has no room for one checkpoint. Collective.
 
-    root: the folder of the checkpoints, which need not be there; the one around it is.
+    root: the folder of the checkpoints. It need not exist, but its parent must.
     """
     own_bytes = sum(part.numel() * part.element_size() for _, part in boxes_to_save(run))
     total_bytes = sum(comm.all_gather_objects(own_bytes, run.mesh.world))
@@ -788,7 +787,7 @@ def check_space(run: RunState, root: pathlib.Path) -> None:
 
 
 def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) -> str:
-    """Why the checkpoint of this step is permanent; "" if it is not."""
+    """Return why the checkpoint of this step is permanent, or "" if it is not."""
     if is_permanent_step(checkpoint, step):
         return "keep_every or keep_at"
     minutes = checkpoint.keep_minutes
@@ -801,38 +800,38 @@ def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) 
 
 @dataclasses.dataclass(frozen=True)
 class StartingPoint:
-    """The start of a run, as rank 0 chose it. At most one of `resumed` and `weights` is set.
+    """The starting point of a run, chosen by rank 0. At most one of `resumed` and `weights` is set.
 
-    memory: of a checkpoint in memory (checkpoint/memory.py), which nodes have it, in words; then `resumed` is
-    the part of this rank. "": it is on the disk.
+    memory: for an in-memory checkpoint (checkpoint/memory.py), a description of the nodes that have it;
+    `resumed` then covers only this rank's part. "" for a checkpoint on disk.
     """
-    resumed: store.StoredIndex | None  # the checkpoint that the run continues
-    weights: store.StoredIndex | None  # the checkpoint whose weights a new run starts with
+    resumed: store.StoredIndex | None  # the checkpoint to resume from
+    weights: store.StoredIndex | None  # the checkpoint that initializes the weights of a new run
     notes: list[str]  # for the log
     memory: str = ""
 
     @property
     def step(self) -> int:
-        """The steps that are done."""
+        """Number of completed steps."""
         return self.resumed.step if self.resumed is not None else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedStart:
-    """A StartingPoint on its way to the other ranks, which then read neither index.json nor meta.json.
+    """A StartingPoint as sent to the other ranks, which then need not read index.json or meta.json.
 
-    The text of index.json comes after it, compressed: it may be longer than a message.
+    The compressed text of index.json is sent separately, since it may exceed the message size limit.
     """
-    path: pathlib.Path | None  # of the checkpoint, if there is one
+    path: pathlib.Path | None  # the checkpoint, if any
     is_resumed: bool
-    text_bytes: int  # of index.json
+    text_bytes: int  # size of index.json
     meta: Tree
     notes: list[str]
     is_foreign: bool = False  # each rank opens the folder itself
 
 
 def pack_start(start: StartingPoint) -> PackedStart:
-    """The start that rank 0 chose, as it tells the other ranks."""
+    """Pack the start that rank 0 chose, to send it to the other ranks."""
     index = start.resumed or start.weights
     return PackedStart(
         path=None if index is None else index.path,
@@ -845,8 +844,8 @@ def pack_start(start: StartingPoint) -> PackedStart:
 
 
 def unpack_start(packed: PackedStart, text: bytes, model: ModelConfig | None = None) -> StartingPoint:
-    """The start that another rank makes of it. text: of index.json, compressed. model: of the run, where it
-    may begin with weights of another system. Raises MessageError; ConfigError."""
+    """Unpack a start on another rank. text: the compressed index.json. model: the run's model, needed if it
+    may start from weights of another system. Raises MessageError or ConfigError."""
     if packed.path is None:
         return StartingPoint(None, None, packed.notes)
     if packed.is_foreign:
@@ -875,10 +874,12 @@ def choose_together(
     timeout_s: float | None,
     model: ModelConfig | None = None,
 ) -> StartingPoint:
-    """choose() of rank 0, on every rank. Collective. The index is read from the disk and parsed once by rank
-    0, and sent once to the others. model: see unpack_start."""
+    """Call choose() on rank 0 and broadcast the result. Collective. Only rank 0 reads the index from disk.
+
+    model: see unpack_start.
+    """
     own: list[StartingPoint] = []
-    texts: list[bytes] = []  # of index.json, compressed
+    texts: list[bytes] = []  # the compressed index.json, on rank 0
 
     def look() -> PackedStart:
         start = choose()
@@ -900,16 +901,16 @@ def choose_together(
 def resume(
     run: RunState, root: pathlib.Path, start: StartingPoint, choose: Choose
 ) -> tuple[StartingPoint, list[str]]:
-    """Loads what checkpoint.resume and checkpoint.init_from name. Collective.
+    """Load what checkpoint.resume and checkpoint.init_from name. Collective.
 
-    root: the folder of this run's checkpoints. start: what is tried first. choose: of what has turned out
-    damaged, gives what is tried next; collective. Returns (what was loaded, notes for the log).
+    root: the folder of this run's checkpoints. start: the first candidate. choose: collective; takes the
+    checkpoints found damaged and returns the next candidate. Returns (what was loaded, notes for the log).
 
-    Rank 0 chooses for all, so that ranks that see the disk differently still load the same checkpoint. It
-    reads the small files alone. Then every rank verifies what it reads. If one rank finds damage, all ranks
-    give that checkpoint up, and rank 0 chooses again.
+    Rank 0 chooses for all, so that ranks with different views of the disk still load the same checkpoint. It
+    reads only the small files; then every rank verifies what it reads. If one rank finds damage, all ranks
+    reject that checkpoint and rank 0 chooses again.
 
-    Raises ConfigError if the checkpoint does not fit the run; IntegrityError if no good checkpoint is left.
+    Raises ConfigError if the checkpoint does not fit the run, and IntegrityError if no good one is left.
     """
     bad: dict[pathlib.Path, str] = {}
     while True:
@@ -927,13 +928,13 @@ def resume(
 def newest_start(
     cfg: Config, root: pathlib.Path, world: comm.Group, bad: dict[pathlib.Path, str] | None = None
 ) -> StartingPoint:
-    """The start that resume() tries first; with `bad`, {checkpoint: why it is damaged}, next. Collective."""
+    """Return the first candidate for resume(), skipping `bad`, {damaged checkpoint: reason}. Collective."""
     timeout_s = cfg.checkpoint.timeout_s
     return choose_together(lambda: choose_start(cfg, root, bad or {}), world, timeout_s, cfg.model)
 
 
 def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
-    """Loads the checkpoint of this step, which the run has saved. Collective.
+    """Load the checkpoint that the run saved at this step. Collective.
 
     Raises IntegrityError, on all ranks, if it is damaged.
     """
@@ -944,15 +945,16 @@ def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
 
 
 def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple[int, list[str]]:
-    """Loads what rank 0 chose. Collective. Returns (steps done, notes for the log).
+    """Load what rank 0 chose. Collective. Returns (completed steps, notes for the log).
 
-    Raises ConfigError if the checkpoint does not fit the run; IntegrityError, on all ranks, if it is damaged.
+    Raises ConfigError if the checkpoint does not fit the run, and IntegrityError, on all ranks, if it is
+    damaged.
     """
     if start.resumed is not None:
         path, meta = start.resumed.path, start.resumed.meta
         in_memory = bool(start.memory)
         where, is_own = name_of(start.resumed, in_memory), in_memory or path.parent == root
-        check_same_run(meta, run, where, in_memory)  # first, what no run may change
+        check_same_run(meta, run, where, in_memory)  # first, settings that must not change
         check_horizon(meta, run, where, own_folder=is_own)
         if is_own:
             check_same_origin(meta, run.cfg, path, where)
@@ -967,10 +969,9 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
 
 
 def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
-    """Loads the weights of checkpoint.init_from. Collective. Returns the lines of the header that say what
-    was taken.
+    """Load the weights of checkpoint.init_from. Collective. Returns header lines that describe them.
 
-    Raises ConfigError, before a tensor changes, if they are not those of this run's model.
+    Raises ConfigError, before any tensor changes, if they do not fit this run's model.
     """
     world, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
     compare_here = functools.partial(  # it may read the tokenizer of the weights
@@ -1003,29 +1004,29 @@ def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
 
 
 def source_model(index: store.StoredIndex) -> ModelConfig:
-    """The model that stored weights are of."""
+    """Return the model config of stored weights."""
     return index.model if isinstance(index, foreign.ForeignIndex) else config_of(index.meta).model
 
 
 def layout_change(meta: Tree, dims: ParallelDims) -> list[str]:
-    """[a line that says from which layout to which the run goes]; [] where the checkpoint has the same."""
+    """Return a log line if the layout differs from that of the checkpoint, otherwise []."""
     try:
         saved = ParallelDims(**meta["layout"])
-    except (KeyError, TypeError, ValueError):  # of another version
+    except (KeyError, TypeError, ValueError):  # written by another version
         return []
     return [] if saved == dims else [f"saved on {saved.in_words()}, goes on with {dims.in_words()}"]
 
 
 def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) -> StartingPoint:
-    """Rank 0: the checkpoint to continue, or else the one to take weights from.
+    """Choose, on rank 0, the checkpoint to resume from, or else the one to initialize the weights from.
 
-    Only its small files are checked. bad: {checkpoint: why} of those that a rank found damaged. The caller
-    holds the run's lock. Raises ConfigError; IntegrityError.
+    Checks only its small files. bad: {checkpoint: reason} for those that a rank found damaged. The caller
+    must hold the run's lock. Raises ConfigError or IntegrityError.
     """
     checkpoint = cfg.checkpoint
     notes: list[str] = []
     if root.is_dir():
-        store.remove_leftovers(root)  # what a killed writer left
+        store.remove_leftovers(root)  # from a killed writer
     if checkpoint.resume == "none" and root.is_dir() and store.committed_checkpoints(root):
         raise ConfigError(
             f"checkpoint.resume: none, but {root} holds checkpoints; "
@@ -1056,14 +1057,14 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
 
 
 def downloads_of(cfg: Config) -> pathlib.Path:
-    """Where a run puts copies of checkpoints in a store: beside its folder, where every rank sees them."""
+    """Return where a run keeps copies of remote checkpoints: next to its folder, visible to all ranks."""
     return pathlib.Path(cfg.log.dir) / DOWNLOADS.name
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------
 
 def ranks_of(group: comm.Group) -> Ranks:
-    """How the ranks of a group tell each other plain data."""
+    """Return the object collectives of a group, for plain data."""
     return Ranks(
         rank=group.index,
         size=group.size,
@@ -1074,19 +1075,19 @@ def ranks_of(group: comm.Group) -> Ranks:
 
 
 def ranks_on_this_host(world: comm.Group) -> int:
-    """How many ranks share this machine's memory. Collective."""
+    """Return the number of ranks on this host. Collective."""
     own = socket.gethostname()
     return comm.all_gather_objects(own, world).count(own)
 
 
 def all_ranks_do(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
-    """work() once it is done on every rank. If it fails on one rank, all raise. Collective.
+    """Call work() on every rank and return its result once all are done. Collective.
 
-    timeout_s: see together.agree_on_outcome.
+    If it fails on one rank, all raise. timeout_s: see together.agree_on_outcome.
     """
     return ranks_of(world).all_do(work, timeout_s)
 
 
 def first_rank_does(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
-    """work() of rank 0, its result or its error, on every rank. Collective."""
+    """Call work() on rank 0, and return its result or raise its error on every rank. Collective."""
     return ranks_of(world).first_does(work, timeout_s)

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, for scripts that evaluate, generate, average and convert."""
+"""Load the model of a checkpoint, for scripts that evaluate, generate, average and convert."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,15 +33,15 @@ from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 
-Fill = Callable[[list[tuple[Box, Tensor]]], object]  # gives tensors the values of their boxes
+Fill = Callable[[list[tuple[Box, Tensor]]], object]  # fills each tensor with the values of its box
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights of a checkpoint in stages, with the tokenizer that they were trained with.
+    """The weights of a checkpoint as pipeline stages, with the tokenizer they were trained with.
 
-    stages: of this rank, by number; one process has the only one. known_tokenizer: None of weights that were
-    imported without one. is_chat: was it trained on conversations?
+    stages: {stage number: stage} on this rank. known_tokenizer: None if the weights were imported without a
+    tokenizer. is_chat: whether the model was trained on conversations.
     """
     cfg: Config
     mesh: Mesh
@@ -55,7 +55,7 @@ class TrainedModel:
 
     @property
     def stage(self) -> PipelineStage:
-        """The whole model. Raises ValueError where ranks hold parts of it."""
+        """The whole model. Raises ValueError if it is split over several ranks."""
         if self.mesh.world.size > 1:
             raise ValueError(f"{self.mesh.world.size} ranks hold parts of the model")
         return self.stages[0]
@@ -66,7 +66,7 @@ class TrainedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ConfigError if the weights were imported without one."""
+        """The tokenizer. Raises ConfigError if the weights were imported without one."""
         if self.known_tokenizer is None:
             raise ConfigError(f"--tokenizer: {self.path.parent.parent} has none, and text needs one; "
                               "give bytes, a .model, a tokenizer.json, or their folder")
@@ -74,14 +74,13 @@ class TrainedModel:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """Turns texts into what the model reads. Raises ConfigError as `tokenizer` does, or if data.bos
-        contradicts the tokenizer."""
+        """The encoder of prompts. Raises ConfigError like `tokenizer`, or if data.bos contradicts it."""
         return open_prompts(self.tokenizer, self.cfg.data.bos)
 
     def logits(
         self, tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int | None
     ) -> Tensor:
-        """Logits [vocab] of a position of tokens [1, s], or [b, s, vocab] without one. Collective."""
+        """Return logits [vocab] at `position` of tokens [1, s]; [b, s, vocab] if it is None. Collective."""
         return pipeline_logits(
             self.pipeline,
             self.stages,
@@ -92,7 +91,7 @@ class TrainedModel:
         )
 
     def score(self, rows: Sequence[TextRow]) -> list[Score]:
-        """The scores of texts, the same on every rank. Collective."""
+        """Score texts; every rank returns all scores. Collective."""
         def forward(tokens: Tensor, targets: Tensor) -> Tensor | None:
             return pipeline_scores(self.pipeline, self.stages, tokens, targets)
 
@@ -110,7 +109,7 @@ class TrainedModel:
 def weights_only(
     cfg: Config, device: torch.device, dtype: str
 ) -> tuple[PipelineStage, list[tuple[Box, Tensor]]]:
-    """The full model in one process with zeros for weights, and [(box, tensor)] of all of them.
+    """Build the full model in one process with zero weights. Returns it with [(box, tensor)] of its weights.
 
     It has no gradients and no master weights.
     """
@@ -123,16 +122,16 @@ def weights_only(
 def weights_of_rank(
     cfg: Config, mesh: Mesh, device: torch.device, rank_of_stage: tuple[int, ...]
 ) -> tuple[dict[int, PipelineStage], list[tuple[Box, Tensor]]]:
-    """This rank's stages with zeros for weights, and [(box, tensor)] of all of them; of those of a mixture's
-    routers, also the biases. No rank has more than one stage.
+    """Build this rank's stages with zero weights, at most one per rank.
 
-    On the device "meta" the tensors have shapes alone, and the stages none.
+    Returns them with [(box, tensor)] of all weights and of the routers' biases. On the "meta" device the
+    tensors carry only shapes and are not assigned to the stages.
     """
     stages = make_stages(cfg, mesh, rank_of_stage)
     boxes: list[tuple[Box, Tensor]] = []
     for stage in stages.values():
         stage.requires_grad_(False)
-        for weight in sharded_parameters(stage):  # each once, in the order of the forward pass
+        for weight in sharded_parameters(stage):  # without duplicates, in forward order
             values = torch.zeros(weight.spec.shape, dtype=DTYPES[cfg.train.dtype], device=device)
             if device.type != "meta":
                 weight.data = values
@@ -143,11 +142,10 @@ def weights_of_rank(
 
 @torch.no_grad()
 def model_in_parts(cfg: Config, dtype: str, fill: Fill) -> PipelineStage:
-    """The full model in one process, on the CPU; of its weights those of one part (PipelineStage.parts) are
-    in memory at a time.
+    """Build the full model on the CPU, keeping the weights of only one part (PipelineStage.parts) in memory.
 
-    fill: gives [(box, tensor)] their values. It is called with the biases of routers, and before each forward
-    of a part with the weights of that part.
+    `fill` loads the values of [(box, tensor)]. It is called once with the routers' biases, and before each
+    forward of a part with the weights of that part.
     """
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
     stages = make_stages(cfg, Mesh.single(), rank_of_stage=(0,))
@@ -182,15 +180,14 @@ def load_run(
     world: World | None = None,
     layout: AskedLayout = AskedLayout(),
 ) -> TrainedModel:
-    """The model of a run folder, or of one of its checkpoint folders. dtype: by default the run's own.
+    """Load the model of a run folder or of one of its checkpoint folders. Collective.
 
-    weights: one of checkpoint.state.WEIGHTS. tokenizer_spec: by default that of the run, if it has one.
-    eod: the token that ends documents; by default the one that the files of the tokenizer name.
-    world: the ranks that hold the model together, whatever layout has saved it; None: this process.
-    Collective. layout: how they do.
+    dtype and tokenizer_spec default to those of the run. weights: one of checkpoint.state.WEIGHTS. eod: the
+    end-of-document token, by default the one named in the tokenizer's files. world: the ranks to shard the
+    model over, whatever layout saved it; by default this process alone. layout: the requested layout.
 
-    Raises ConfigError if `where` has no model, or the ranks cannot hold it; IntegrityError, on all ranks, if
-    the checkpoint is damaged.
+    Raises ConfigError if `where` contains no model or the ranks cannot shard it; IntegrityError, on all
+    ranks, if the checkpoint is damaged.
     """
     world = world or World(device=device)
     everyone = world.all_ranks()
@@ -201,7 +198,7 @@ def load_run(
         check_size(cfg.model, index.pieces, str(path))
         known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec, eod)
 
-        # this rank's stage, and its weights
+        # build this rank's stage and load its weights
         mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
         schedule = schedule_of("gpipe", cfg.parallel.pp, 1, None)
         stages, boxes = weights_of_rank(cfg, mesh, device, schedule.rank_of_stage)
@@ -233,10 +230,10 @@ def load_run(
 
 
 def config_to_compute(meta: Tree, dtype: str | None) -> Config:
-    """The config of a checkpoint, for a model that only computes. dtype: None for the run's own."""
+    """Return the config of a checkpoint for inference. `dtype` defaults to that of the run."""
     cfg = state.config_of(meta)
     if dtype is None:
-        dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # the weights of fp8 are bf16
+        dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # fp8 runs store bf16 weights
     train = replace(cfg.train, dtype=dtype, fp8=None)
     return replace(cfg, train=train, parallel=ParallelConfig())
 
@@ -244,10 +241,10 @@ def config_to_compute(meta: Tree, dtype: str | None) -> Config:
 def tokenizer_of_run(
     path: Path, fingerprint: str, spec: str | None, eod: str | None = None
 ) -> Tokenizer | None:
-    """The tokenizer `spec`, or that of the run folder; None if the weights were imported without one.
+    """Return the tokenizer `spec`, or the run folder's; None if the weights were imported without one.
 
-    path: the checkpoint. fingerprint: of the tokenizer that it was trained with; "none": of none.
-    Raises ConfigError if it is another one.
+    path: the checkpoint. fingerprint: that of the tokenizer it was trained with, or "none".
+    Raises ConfigError if the tokenizer has another fingerprint.
     """
     folder = path.parent.parent / "tokenizer"
     if spec is None and fingerprint == "none" and not folder.is_dir():

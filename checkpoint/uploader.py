@@ -136,7 +136,7 @@ class CheckpointUploader:
 
 
 class UploadReports(Extra):
-    """Prints what happens to uploads. The end of the run waits for the last one."""
+    """Log upload events, and wait for the last upload at the end of the run."""
 
     def __init__(self, uploads: CheckpointUploader, log: MetricsLogger) -> None:
         self.uploads = uploads
@@ -147,7 +147,7 @@ class UploadReports(Extra):
             self.log.log_line(line)
 
     def at_end(self, run: Any) -> None:
-        """Raises RemoteError. Collective."""
+        """Wait for the last upload. Raises RemoteError. Collective."""
         finish_uploads(self.uploads, run.mesh.world, run.cfg.checkpoint.timeout_s)
         self.after_step(run, 0)
 

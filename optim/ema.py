@@ -2,14 +2,14 @@
 
     average <- decay * average + (1 - decay) * weights        after every step that was not skipped
 
-It starts at the weights with which the run starts (of timm's ModelEmaV3 without its warmup; in
-torch.optim.swa_utils: an AveragedModel with get_ema_multi_avg_fn, which is given the initial weights first).
-The weights of t steps ago count (1 - decay) decay^t (Polyak and Juditsky 1992; of language models: arXiv
+The average is initialized to the initial weights, like timm's ModelEmaV3 without warmup, or an AveragedModel
+of torch.optim.swa_utils with get_ema_multi_avg_fn that is updated with the initial weights first. The weights
+of t steps ago have weight (1 - decay) decay^t (Polyak and Juditsky 1992; for language models arXiv
 2306.03241).
 
-Each rank averages the elements that it owns, so the code is the same for every layout and ZeRO stage, and it
-sends nothing. A checkpoint stores the average as KEY@ema, as it stores the moments. The biases of routers are
-not averaged: the average is evaluated with the present ones.
+Each rank averages the elements it owns, so the code is the same for every layout and ZeRO stage and needs no
+communication. Checkpoints store the average as KEY@ema, like the optimizer moments. Router biases are not
+averaged; the average is evaluated with the current ones.
 """
 import contextlib
 from collections.abc import Iterator
@@ -28,7 +28,10 @@ from parallel.topology.mesh import Mesh
 
 
 class WeightEMA(Extra):
-    """averages: of each bucket, flat [owned elements], in fp32 (fp64 of a run in fp64), beside its master."""
+    """Moving average of the master weights, updated after each step.
+
+    averages: one flat [owned elements] tensor per bucket, in fp32 (fp64 in an fp64 run), next to its master.
+    """
 
     def __init__(self, decay: float, buckets: list[Bucket], mesh: Mesh) -> None:
         self.decay = decay
@@ -40,16 +43,16 @@ class WeightEMA(Extra):
             self.averages.append(torch.empty_like(master, dtype=dtype, pin_memory=master.is_pinned()))
         self.start()
 
-        self.copy_stream: CopyStream | None = None  # set where masters and averages are in host memory
+        self.copy_stream: CopyStream | None = None  # set if masters and averages are in host memory
         if buckets and buckets[0].sharding.offload_master:
             self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)
 
     def state(self) -> Moments:
-        """What a checkpoint stores."""
+        """Return the tensors that a checkpoint stores."""
         return {EMA: self.averages}
 
     def start(self) -> None:
-        """Starts at the present weights."""
+        """Set the average to the current weights."""
         for average, bucket in zip(self.averages, self.buckets):
             average.copy_(bucket.weights.master)
 
@@ -58,10 +61,10 @@ class WeightEMA(Extra):
 
     @torch.no_grad()
     def update(self, is_good: Tensor) -> None:
-        """Averages the weights of a step. Never waits for the device.
+        """Update the average with the weights of this step. No host sync.
 
-        is_good: a bool scalar. Where it is False the step was skipped, and nothing changes. To be called
-        before updated weights are sent: under ZeRO-1 and 2 a master may be a part of what is received.
+        is_good: bool scalar; if it is False, the step was skipped and nothing changes. Call this before the
+        all-gather of the updated weights: under ZeRO-1 and 2 a master may be a slice of its output.
         """
         if is_good.device.type == "cpu" and not is_good:
             return
@@ -74,10 +77,10 @@ class WeightEMA(Extra):
                 self.average_in([part], [new], is_good)
 
     def average_in(self, averages: list[Tensor], weights: list[Tensor], is_good: Tensor) -> None:
-        """One multi-tensor operation, in place: it reads both and writes the averages."""
+        """Update the averages in place with one multi-tensor operation."""
         if not averages:
             return
-        share = is_good.to(averages[0].dtype) * (1 - self.decay)  # 0 of a skipped step
+        share = is_good.to(averages[0].dtype) * (1 - self.decay)  # 0 if the step was skipped
         wide = [weight.to(average.dtype) for weight, average in zip(weights, averages)]  # bf16: optim.states
         torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
             averages, wide, [share] * len(averages)
@@ -85,10 +88,10 @@ class WeightEMA(Extra):
 
     @contextlib.contextmanager
     def as_weights(self) -> Iterator[None]:
-        """In it the model computes with the average; after it, bit for bit with its own weights again.
+        """Swap in the average, and restore the original weights bit for bit on exit.
 
-        It keeps a copy of the masters meanwhile. For evaluation: no step may be made in it. Sends what a step
-        sends of updated weights, twice.
+        For evaluation only: no training step may run inside. Keeps a copy of the masters, and all-gathers the
+        weights twice.
         """
         masters = [bucket.weights.master for bucket in self.buckets]
         wait_param_gathers(self.buckets)
@@ -102,7 +105,7 @@ class WeightEMA(Extra):
 
     @torch.no_grad()
     def compute_with(self, values: list[Tensor]) -> None:
-        """Copies values [owned elements] of each bucket to its masters, and sends them."""
+        """Copy `values` ([owned elements] per bucket) to the masters and all-gather the weights."""
         for bucket, value in zip(self.buckets, values):
             bucket.weights.master.copy_(value)
             bucket.weights.copy_master_to_local()

@@ -1,22 +1,22 @@
-"""Gradient noise scale: up to which batch size a larger batch pays (arXiv 1812.06162, appendix A.1).
+"""Gradient noise scale: the batch size beyond which larger batches stop paying (arXiv 1812.06162, app. A.1).
 
-It is estimated from gradients that exist anyway. With n tokens, the squared norm of a gradient is |G|^2 + S/n
-on average: G is the gradient of the whole distribution, S the trace of the covariance of the tokens'
-gradients. So two batches of different size give both, without bias:
+It is estimated from gradients that training computes anyway. The expected squared norm of the gradient of n
+tokens is |G|^2 + S/n, where G is the true gradient and S is the trace of the covariance of the per-token
+gradients. Two batches of different size give unbiased estimates of both:
 
     S           = (|G_small|^2 - |G_big|^2) / (1/n_small - 1/n_big)
     |G|^2       = |G_big|^2 - S / n_big
     noise scale = S / |G|^2
 
-The unit is tokens that count in the loss. The big batch is that of the step. The small batches are the first
-microbatch of every data-parallel rank: in every layout and every ZeRO stage, its gradient exists alone for a
-moment, before it is summed with others. |G_small|^2 is the mean of their squared norms, weighted by tokens;
-that is the squared norm of a batch of the mean number of tokens.
+The unit is tokens that count in the loss. The big batch is the batch of the step. The small batches are the
+first microbatch of every data-parallel rank, whose gradient exists on its own in every layout and ZeRO stage
+before it is accumulated with others. |G_small|^2 is the token-weighted mean of their squared norms, which
+estimates the squared norm at the mean number of tokens.
 
-Only matrices between hidden features outside of experts are measured (ParameterSpec.is_hidden_matrix): no
-rank has the whole gradient of a table or of a parameter that is partial over tp.
+Only hidden matrices outside the experts are measured (ParameterSpec.is_hidden_matrix): no rank holds the full
+gradient of an embedding table or of a parameter that is partial over tp.
 
-The cost is one all-reduce of four numbers per step, and no host sync. The estimate of one step is noise;
+Costs one all-reduce of four numbers per step and no host sync. The estimate of a single step is mostly noise;
 runtime/metrics.py smooths both parts.
 """
 from collections.abc import Callable
@@ -39,20 +39,20 @@ def noise_scale_estimate(
     big: Tensor,
     big_tokens: Tensor,
 ) -> Tensor:
-    """[S, |G|^2]. All arguments are scalars on one device.
+    """Return [S, |G|^2]. All arguments are scalars on one device.
 
     small: sum over the small batches of tokens * |gradient of their mean loss|^2.
-    small_tokens, small_batches: the tokens of all of them, and how many of them have any token.
-    big: |gradient|^2 of the step. big_tokens: the tokens of the step.
+    small_tokens, small_batches: total tokens of the small batches, and the number of nonempty ones.
+    big: |gradient|^2 of the step. big_tokens: tokens of the step.
     """
     trace = (small / small_tokens - big) / (small_batches / small_tokens - 1 / big_tokens)
     return torch.stack([trace, big - trace / big_tokens])
 
 
 class GradientNoiseScale(Extra):
-    """Estimates the noise scale of each step (log.noise_scale).
+    """Estimate the noise scale of each step (log.noise_scale).
 
-    latest: [S, |G|^2] of the last step, on the device. None if it had one microbatch.
+    latest: [S, |G|^2] of the last step, on the device, or None if that step had a single microbatch.
     """
 
     def __init__(self, buckets: list[Bucket], mesh: Mesh) -> None:
@@ -63,7 +63,7 @@ class GradientNoiseScale(Extra):
     def judge(
         self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
     ) -> Tensor:
-        """Estimate the noise scale. It judges nothing: this is when the gradients are not clipped yet."""
+        """Estimate the noise scale and return `good`. This hook runs before the gradients are clipped."""
         batches = gradients.batches
         self.estimate(batches[0].num_counted(), len(batches), gradients.targets, run.scaler.scale)
         return good
@@ -72,10 +72,10 @@ class GradientNoiseScale(Extra):
     def estimate(
         self, first_tokens: Tensor, microbatches: int, step_tokens: Tensor, loss_scale: Tensor
     ) -> None:
-        """Estimates `latest`. Call it after the gradients are reduced, and before they are clipped.
+        """Update `latest`. Call it after the gradients are reduced and before they are clipped.
 
-        first_tokens, step_tokens: how many tokens count in this rank's first microbatch, and in the step.
-        microbatches: of this rank in the step. loss_scale: the factor of the loss that the gradients contain.
+        first_tokens, step_tokens: tokens that count in this rank's first microbatch, and in the step.
+        microbatches: this rank's microbatches per step. loss_scale: the loss scale still in the gradients.
         """
         self.latest = None
         if microbatches * self.mesh.dp.size == 1:
@@ -84,11 +84,11 @@ class GradientNoiseScale(Extra):
         small, big = self.local_squares()
 
         # Gradients are sums over tokens times token_scale; |n G|^2 / n = n |G|^2.
-        token_scale = (loss_scale / step_tokens).to(dtype)  # as in train_step, rounded as it is there
+        token_scale = (loss_scale / step_tokens).to(dtype)  # rounded exactly as in train_step
         small = small / token_scale**2 / first_tokens.clamp(min=1)
         big = big / ((token_scale * step_tokens)**2 * self.buckets[0].owners.size)
 
-        # of the ranks that share a microbatch, one counts its tokens
+        # count the tokens on only one of the ranks that share a microbatch
         counts_tokens = self.mesh.model_parallel.index == 0
         local = [small, first_tokens * counts_tokens, (first_tokens > 0) * counts_tokens, big]
         packed = torch.stack([value.to(dtype) for value in local])
@@ -102,7 +102,7 @@ class GradientNoiseScale(Extra):
         )
 
     def local_squares(self) -> tuple[Tensor, Tensor]:
-        """This rank's sums of squares of the hidden matrices: of the first microbatch, and of the step."""
+        """Return this rank's sums of squares over hidden matrices: (of the first microbatch, of the step)."""
         zero = self.buckets[0].grads.local.new_zeros(())
         small = [zero]
         big = [zero]

@@ -1,18 +1,18 @@
-"""Steps whose loss or gradient norm is far above what was usual are not applied (optim.spike_sigma).
+"""Skip steps whose loss or gradient norm spikes (optim.spike_sigma).
 
-As OLMo's SkipStepOptimizer (arXiv 2501.00656): a step is a spike if its loss or its gradient norm lies more
-than spike_sigma standard deviations above the mean of the last spike_window steps that were applied. Nothing
-is judged before half of the window is known.
+As in OLMo's SkipStepOptimizer (arXiv 2501.00656), a step is a spike if its loss or its gradient norm is more
+than spike_sigma standard deviations above the mean of the last spike_window applied steps. No step is a spike
+until half of the window is filled.
 
-After spike_rewind spikes in a row the run goes back, as PaLM did (arXiv 2204.02311, section 5.1): to the last
-checkpoint before them, and the data of these steps is left out from then on. Which data a step reads stays a
-pure function: of its number, and of the list of what was left out, which is in every later checkpoint.
+After spike_rewind consecutive spikes the run is rewound, as in PaLM (arXiv 2204.02311, section 5.1): it
+resumes from the last checkpoint before them and skips the data of these steps. The data of a step remains a
+pure function of the step number and the list of skipped data steps, which every later checkpoint stores.
 
 Guarantees
-- All ranks decide alike: a step is a spike if it is one on any rank. Loss and gradient norm are the same on
-  all ranks but for their last bits, since NCCL may add in another order in another group. One all-reduce of a
-  number a step, on the device; nothing waits for it.
-- A step that is not finite does not enter the window.
+- All ranks agree: a step is a spike if it is one on any rank. Loss and gradient norm may differ between ranks
+  in the last bits, since NCCL's summation order may depend on the group. Costs one all-reduce of a number per
+  step on the device, with no host sync.
+- Non-finite steps do not enter the window.
 """
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +27,10 @@ from parallel.wire.comm import Group
 
 
 class SpikeWindow:
-    """The losses and gradient norms of the last steps that were applied, on the device.
+    """Losses and gradient norms of the most recent applied steps, on the device.
 
-    values: [2, window], a ring: the number n (from 0) of all applied steps is in column n % window.
-    count: how many steps were applied, int64 scalar. everyone: all ranks.
+    values: [2, window], a ring buffer with applied step n (from 0) in column n % window. count: number of
+    applied steps, int64 scalar. everyone: the group of all ranks.
     """
 
     def __init__(self, cfg: OptimConfig, device: torch.device, everyone: Group) -> None:
@@ -43,9 +43,9 @@ class SpikeWindow:
 
     @torch.no_grad()
     def accept(self, loss: Tensor, norm: Tensor, is_finite: Tensor) -> Tensor:
-        """Whether the step is to be applied, a bool scalar; it is in the window then. Collective.
+        """Return whether to apply the step, as a bool scalar, and add it to the window if so. Collective.
 
-        loss, norm, is_finite: scalars. Never waits for the device.
+        loss, norm, is_finite: scalars. No host sync.
         """
         if self.sigma is None:
             return is_finite
@@ -65,14 +65,14 @@ class SpikeWindow:
         return is_good
 
     def state(self) -> dict[str, Any]:
-        """For meta.json: the values, the oldest first. Reads the device."""
+        """Return the window for meta.json, oldest step first. Syncs with the device."""
         count = int(self.count)
         first = max(0, count - self.size)
         losses, norms = self.values[:, [step % self.size for step in range(first, count)]].tolist()
         return {"window": self.size, "count": count, "losses": losses, "grad_norms": norms}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restores `state`, bit for bit; under another size of the window, its newest values."""
+        """Restore `state` bit for bit, or its newest values if the window size has changed."""
         newest = [values[-self.size:] for values in (state["losses"], state["grad_norms"])]
         number = len(newest[0])
         count = int(state["count"]) if state["window"] == self.size else number
@@ -83,11 +83,10 @@ class SpikeWindow:
 
 
 class SpikeState(Extra):
-    """The window, and what was left out of the data: every checkpoint holds both, also of a run that judges
-    no step (optim.spike_sigma).
+    """Spike window and skipped data steps; every checkpoint stores both, even without optim.spike_sigma.
 
-    left_out: steps of the data (from 0) that no step of the run reads, ascending.
-    in_a_row: the steps of the run (from 1) that were the last spikes, with none applied after them.
+    left_out: data steps (from 0) that the run skips, ascending.
+    in_a_row: the run's current streak of spikes, as step numbers (from 1).
     """
 
     def __init__(self, cfg: OptimConfig, device: torch.device, everyone: Group) -> None:
@@ -102,33 +101,33 @@ class SpikeState(Extra):
         return self.window.accept(gradients.loss, gradients.norm, good)
 
     def data_step(self, step: int) -> int:
-        """The step of the data that step number `step` (from 1) of the run reads, from 0."""
+        """Return the data step (from 0) that training step `step` (from 1) reads."""
         position = step - 1
         for left_out in self.left_out:
             position += left_out <= position
         return position
 
     def count(self, step: int, is_spike: bool) -> None:
-        """Tells whether a finite step was a spike. Steps come in order."""
+        """Record whether a finite step was a spike. Call it in step order."""
         self.in_a_row = [*self.in_a_row, step] if is_spike else []
 
     def left_out_with_spikes(self) -> list[int]:
-        """left_out, and the data that the last spikes in a row have read."""
+        """Return left_out plus the data steps of the current streak of spikes."""
         return sorted([*self.left_out, *(self.data_step(step) for step in self.in_a_row)])
 
     def continue_without(self, left_out: list[int]) -> None:
-        """From now on these steps of the data are left out."""
+        """Skip these data steps from now on, and end the streak."""
         self.left_out = left_out
         self.in_a_row = []
 
     def state(self) -> dict[str, Any]:
-        """For meta.json. Reads the device."""
+        """Return the state for meta.json. Syncs with the device."""
         return {**self.window.state(), "left_out": self.left_out, "in_a_row": self.in_a_row}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Restores `state`; None: of a checkpoint that is older than this."""
+        """Restore `state`. It is None in checkpoints older than this feature; the state is then reset."""
         state = state or SpikeState(self.cfg, self.window.values.device, self.window.everyone).state()
         self.window.load(state)
         self.left_out = [int(step) for step in state["left_out"]]
-        is_judging = self.cfg.spike_sigma is not None  # else no step would ever end the row
+        is_judging = self.cfg.spike_sigma is not None  # otherwise nothing would ever end the streak
         self.in_a_row = [int(step) for step in state["in_a_row"]] if is_judging else []

@@ -1,4 +1,4 @@
-"""What the planner says where memory runs out (plan/advice.py, in another process)."""
+"""Ask the planner for advice when memory runs out (plan/advice.py, in a separate process)."""
 import contextlib
 import pickle
 import subprocess
@@ -11,15 +11,15 @@ from parallel.wire.world import World
 from runtime import failure
 from runtime.start_layout import rank_device
 
-ADVICE_TIMEOUT_S = 120  # of a process that plans
+ADVICE_TIMEOUT_S = 120  # for the planner's process
 
 
 @contextlib.contextmanager
 def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
-    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
+    """Turn an out-of-memory error inside into OutOfMemory with the planner's advice."""
     try:
         yield
-    except failure.OutOfMemory:  # of a phase that begins inside, which has said so
+    except failure.OutOfMemory:  # already has advice: raised when a phase begins inside
         raise
     except (MemoryError, RuntimeError) as error:
         if not failure.is_out_of_memory(error):
@@ -30,7 +30,7 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
 
 
 def ask_for_advice(cfg: Config, world: World) -> str:
-    """Asks another process what the planner says of a rank without memory: this one has none left."""
+    """Run the planner in another process, since this one has no memory left, and return its advice."""
     device = rank_device(world.device)
     capacity = device.memory if device.gpu else None
     question = pickle.dumps((cfg, world.size, capacity, device.gpu.lower()))

@@ -1,4 +1,4 @@
-"""The end of a run: pictures, summary.json and the closing lines."""
+"""End of a run: plots, summary.json and the closing lines."""
 import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,14 @@ from runtime.plot import loss_png
 from runtime.run import TrainingRun
 from runtime.summary import summarize_metrics, write_summary
 
-ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether another start is wanted)
+ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether to requeue)
 
 
 def report_end(step: int, reason: str | None, restart: bool, report_exit: ReportExit) -> int:
-    """Reports how the loop ended, and returns the exit code. reason: why before the horizon, or None."""
+    """Report how the loop ended, and return the exit code.
+
+    reason: why the run stopped early, or None if it reached the horizon.
+    """
     if reason is None:
         report_exit(FINISHED, "finished", False)
         return FINISHED
@@ -30,7 +33,7 @@ def report_end(step: int, reason: str | None, restart: bool, report_exit: Report
 
 
 def draw_pictures(run: TrainingRun, log: MetricsLogger) -> None:
-    """Draws the loss, and the load of experts, for the run folder and the sinks."""
+    """Plot the loss and the expert load for the run folder and the sinks."""
     folder = log.run_dir
     if log.picture:
         log.picture.stop()
@@ -49,10 +52,10 @@ def close_run(
     prompt_hint: str,
     list_saved: Callable[[], Sequence[tuple[int, Path]]],
 ) -> None:
-    """Draws the pictures, writes summary.json and prints the closing lines. Collective.
+    """Draw the plots, write summary.json and print the closing lines. Collective.
 
-    reason: why the run stopped before its horizon, or None. prompt_hint: arguments of scripts.generate.
-    list_saved: the checkpoints on the disk, the newest first.
+    reason: why the run stopped before its horizon, or None. prompt_hint: arguments for scripts.generate.
+    list_saved: lists the checkpoints on disk, newest first.
     """
     if run.mesh.rank == 0:
         try:
@@ -60,14 +63,14 @@ def close_run(
             summarize_run(run, log, goodput, reason)
             for step, path in list_saved()[:1]:
                 log.send_checkpoint(step, path)
-        except Exception as error:  # a picture is not worth a finished run
+        except Exception as error:  # a failed plot must not fail a finished run
             log.log_line(f"warning: a picture or the summary is missing: {error}")
     run.extras.at_end(run)
     close_log(log, reason, prompt_hint)
 
 
 def close_log(log: MetricsLogger, reason: str | None, prompt_hint: str) -> None:
-    """Prints the closing lines. reason: why the run stopped before its horizon, or None."""
+    """Print the closing lines. reason: why the run stopped before its horizon, or None."""
     run_words = shlex.quote(str(log.run_dir))
     hints = [
         f"python -m scripts.generate {run_words} {prompt_hint}",
@@ -79,11 +82,11 @@ def close_log(log: MetricsLogger, reason: str | None, prompt_hint: str) -> None:
 
 @contextlib.contextmanager
 def summarized_failure(summarize: Callable[[str], object]) -> Iterator[None]:
-    """Writes summary.json after a failure inside, too: summarize(its reason)."""
+    """Call summarize(reason) after a failure inside, so that it has a summary.json, too."""
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(Exception):  # the failure itself is what counts
+        with contextlib.suppress(Exception):  # do not hide the failure itself
             summarize(failure.one_line(error))
         raise
 
@@ -91,7 +94,7 @@ def summarized_failure(summarize: Callable[[str], object]) -> Iterator[None]:
 def summarize_run(
     run: TrainingRun, log: MetricsLogger, goodput: GoodputClock, reason: str | None
 ) -> None:
-    """Writes summary.json, on the first rank. reason: why the run stopped before its horizon, or None."""
+    """Write summary.json on the first rank. reason: why the run stopped before its horizon, or None."""
     if run.mesh.rank != 0:
         return
     folder = log.run_dir
@@ -115,7 +118,10 @@ def summarize_run(
 
 
 def flops_so_far(run: TrainingRun, steps: int) -> float:
-    """Model FLOPs of the first steps of a run; of earlier phases, with attention over whole sequences."""
+    """Return the model FLOPs of the first `steps` steps.
+
+    In earlier phases attention counts over whole sequences.
+    """
     total = 0.0
     for phase in run.phases.all:
         last = run.phases.last_step(phase, steps)
@@ -129,6 +135,6 @@ def flops_so_far(run: TrainingRun, steps: int) -> float:
 
 
 def trained_flops_per_token(run: TrainingRun) -> float:
-    """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
+    """Return model FLOPs per token, forward and backward. Attention within documents costs less."""
     lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
     return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)

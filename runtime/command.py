@@ -1,4 +1,4 @@
-"""What train.py shows instead of training: --list, --help and --dry-run."""
+"""The options of train.py that show something instead of training: --list, --help and --dry-run."""
 import os
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from config.reading import from_tree, recipe, resolve, split_argv, usage
 from config.terminal import output_width
 from plan.count import table
 
-# python -m scripts.dry_run, from any folder. Its first argument: that of the code.
+# python -m scripts.dry_run from any folder; the first argument is the code's folder.
 DRY_RUN = (
     "import runpy, sys; sys.path[0] = sys.argv.pop(1); "
     "runpy.run_module('scripts.dry_run', run_name='__main__', alter_sys=True)"
@@ -16,12 +16,12 @@ DRY_RUN = (
 
 
 def shows(argv: list[str], code: Path) -> bool:
-    """Whether the words ask for something else than a run, which is then printed. code: the folder of it."""
+    """Handle an option that shows something; return whether there was one. code: the code's folder."""
     if "--list" in argv:
         recipes = {name: from_tree(recipe(name), name) for name in reading.recipes()}
         print(table(recipes, output_width()))
         return True
-    if "--dry-run" in argv:  # another program: it loads Triton before the kernels
+    if "--dry-run" in argv:  # a separate process: it loads Triton before the kernels
         os.execv(sys.executable, [sys.executable, "-c", DRY_RUN, str(code), *argv])
     name, file, words = split_argv(argv)
     for index, word in enumerate(words):

@@ -1,11 +1,11 @@
-"""The look of a run in a terminal: numbers in a short form, and lines that fit into its width.
+"""Console output of a run: short numbers, and lines that fit the terminal.
 
-In a narrow terminal the least important columns of the step lines are left out (StepColumn.priority), and
-other lines are broken between their parts; a file gets full lines (config/terminal.py).
+In a narrow terminal the least important columns of the step lines are omitted (StepColumn.priority) and other
+lines are wrapped between their parts; a file gets full lines (config/terminal.py).
 
-Guarantees: nothing that happens to stdout (a closed pipe, a full disk, an encoding without block characters)
-reaches the training loop; colours appear only where `color` allows them; text from the model is shown without
-its control characters.
+Guarantees: no problem with stdout (a closed pipe, a full disk, an encoding without block characters) reaches
+the training loop; colours appear only if `color` is set; text from the model is shown without its control
+characters.
 """
 import math
 import sys
@@ -16,13 +16,13 @@ from config.terminal import columns_of, fitting_columns, hanging_lines, output_w
 from runtime.processes import redirect_to_null
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SAMPLE_WIDTH = 50  # columns for a sample of the model, at most
-LEAST_SAMPLE_WIDTH = 12  # in fewer columns a sample is not shown
-DECIMALS_WIDTH = 6  # columns of a loss, a norm, a perplexity, at most
-LABEL_WIDTH = 9  # of the words on the left of the header
+SAMPLE_WIDTH = 50  # maximum columns for a sample of the model
+LEAST_SAMPLE_WIDTH = 12  # a sample is not shown in fewer columns
+DECIMALS_WIDTH = 6  # maximum columns for a loss, a norm, a perplexity
+LABEL_WIDTH = 9  # of the labels of the header
 MINUTES_A_DAY = 24 * 60
 
-# colours of ANSI terminals
+# ANSI colours
 DIM, RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN = 2, 31, 32, 33, 34, 35, 36
 PLAIN = 0
 
@@ -30,12 +30,12 @@ PLAIN = 0
 class StepColumn(NamedTuple):
     """A column of the step lines."""
     label: str
-    width: int  # with the space before it
+    width: int  # including the space before it
     color: int
-    priority: int  # in a narrow terminal the columns with the largest numbers are left out
+    priority: int  # columns with the largest numbers are omitted first in a narrow terminal
 
 
-COLUMNS = (  # in their order
+COLUMNS = (  # in display order
     StepColumn("loss", 9, GREEN, priority=1),
     StepColumn("gnorm", 9, YELLOW, priority=4),
     StepColumn("lr", 9, MAGENTA, priority=5),
@@ -47,8 +47,8 @@ COLUMNS = (  # in their order
     StepColumn("tokens", 9, PLAIN, priority=9),  # follows from the step
     StepColumn("eta", 9, PLAIN, priority=2),
 )
-ALWAYS_SHOWN = 1  # the column with this priority, beside the step
-SKIPPED_STEPS = (  # behind a step line: name of the count, its words, colour
+ALWAYS_SHOWN = 1  # the column with this priority is always shown, like the step
+SKIPPED_STEPS = (  # at the end of a step line: (name of the count, label, colour)
     ("skipped", "skipped", RED),
     ("without_targets", "without targets", YELLOW),
 )
@@ -57,11 +57,14 @@ SKIPPED_STEPS = (  # behind a step line: name of the count, its words, colour
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 def short_number(number: float, smallest: float = 1.0) -> str:
-    """950, 2.0K, 1.23M, 7.00B, 1.50T. smallest: what a unit may show; with 0.1, 890,000 is 0.89M."""
+    """Format as 950, 2.0K, 1.23M, 7.00B, 1.50T.
+
+    smallest: the smallest value shown in a unit; with 0.1, 890,000 is 0.89M.
+    """
     unit = ""
     digits = 0
     for larger_unit, larger_digits in (("K", 1), ("M", 2), ("B", 2), ("T", 2)):
-        reaches_next_unit = round(abs(number), digits) >= 1000 * smallest  # rounded: never 1000.0K
+        reaches_next_unit = round(abs(number), digits) >= 1000 * smallest  # never 1000.0K after rounding
         if not reaches_next_unit:
             break
         number /= 1000
@@ -71,12 +74,12 @@ def short_number(number: float, smallest: float = 1.0) -> str:
 
 
 def parameter_count(number: int) -> str:
-    """0.89M, 7.00B"""
+    """Format as 0.89M, 7.00B."""
     return short_number(number, 0.1)
 
 
 def byte_count(number: float) -> str:
-    """812 B, 10.9 MB, 1.5 TB"""
+    """Format as 812 B, 10.9 MB, 1.5 TB."""
     unit = "B"
     digits = 0
     for larger_unit in ("KB", "MB", "GB", "TB"):
@@ -89,7 +92,7 @@ def byte_count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """0s, 44s, 1m44s, 1h02m, 2d03h; ? where it is not finite."""
+    """Format as 0s, 44s, 1m44s, 1h02m, 2d03h, or ? if it is not finite."""
     if not math.isfinite(seconds):
         return "?"
     whole_seconds = max(0, round(seconds))
@@ -104,8 +107,10 @@ def duration(seconds: float) -> str:
 
 
 def decimals(value: float | None, digits: int) -> str:
-    """The value with this number of decimals, with fewer where it needs more than six columns (10.836), and
-    as 1.2e+06 where it has none left; - for None."""
+    """Format a value with up to `digits` decimals in six columns (10.836).
+
+    It becomes 1.2e+06 if no decimals are left, and None becomes "-".
+    """
     if value is None:
         return "-"
     for fewer in range(digits, -1, -1):
@@ -116,7 +121,7 @@ def decimals(value: float | None, digits: int) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int = 11) -> str:
-    """The course of a loss in at most `width` characters, each the mean of its share of the finite values."""
+    """Draw a curve in at most `width` characters, each the mean of its share of the finite values."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     width = min(width, len(finite))
     if not width:
@@ -132,13 +137,13 @@ def sparkline(values: Sequence[float | None], width: int = 11) -> str:
 
 
 def visible(text: str, width: int) -> str:
-    """The text in one line of at most `width` columns; line ends and control characters as escapes (\\n)."""
+    """Return the text in one line of at most `width` columns, with control characters escaped (\\n)."""
     escaped = [char if char.isprintable() else repr(char)[1:-1] for char in text]
     line = "".join(escaped)
     if columns_of(line) <= width:
         return line
     line = line[:max(0, width - 1)]
-    while columns_of(line) > max(0, width - 1):  # wide letters
+    while columns_of(line) > max(0, width - 1):  # wide characters
         line = line[:-1]
     return line + "…"
 
@@ -146,12 +151,12 @@ def visible(text: str, width: int) -> str:
 # ---- lines -------------------------------------------------------------------------------------------------
 
 def first_column_width(steps: int) -> int:
-    """Of the column that says 100/600."""
+    """Return the width of the column that shows 100/600."""
     return max(9, 2 * len(str(steps)) + 2)
 
 
 def shown_columns(steps: int, width: int | None) -> list[StepColumn]:
-    """The columns of the step lines that fit into `width`, or all of them without a width."""
+    """Return the columns of the step lines that fit into `width`, or all if it is None."""
     least_first = sorted(COLUMNS, key=lambda column: -column.priority)
     labels = fitting_columns(
         {column.label: column.width for column in COLUMNS},
@@ -162,9 +167,9 @@ def shown_columns(steps: int, width: int | None) -> list[StepColumn]:
 
 
 class Console:
-    """Writes lines to `out`; to nowhere where it is None, as on every rank but the first.
+    """Write lines to `out`, or discard them if it is None, as on every rank but the first.
 
-    width: gives the columns of the terminal, None in a file; asked again for every line.
+    width: returns the columns of the terminal, or None for a file; called for every line.
     """
 
     def __init__(
@@ -177,10 +182,10 @@ class Console:
         self.color = color
         self.width = width
         self.lost = 0  # lines that could not be written
-        self.labelled: list[StepColumn] | None = None  # the columns whose labels were written last
+        self.labelled: list[StepColumn] | None = None  # the columns of the last line of labels
 
     def write(self, text: str) -> None:
-        """Writes one line. Never raises."""
+        """Write one line. Never raises."""
         if self.out is None:
             return
         try:
@@ -195,7 +200,7 @@ class Console:
             self.lost += 1
 
     def disconnect(self) -> None:
-        """Stops writing. Without more, Python's flush of stdout at the exit makes the exit code 120."""
+        """Stop writing, and redirect stdout so that Python's flush at exit does not end with code 120."""
         if self.out is not None and self.out is sys.stdout:
             redirect_to_null(self.out)
         self.out = None
@@ -207,27 +212,27 @@ class Console:
         return self.paint(text, DIM)
 
     def write_wrapped(self, text: str) -> None:
-        """Writes prose, broken between its parts and words where the terminal is narrow."""
+        """Write prose, wrapped between its parts and words in a narrow terminal."""
         for line in wrapped(text, self.width()):
             self.write(line)
 
     def hanging(self, start: str, text: str) -> None:
-        """Writes `start` and the text; where the terminal is narrow, the text goes on below itself."""
+        """Write `start` and the text, wrapped with a hanging indent in a narrow terminal."""
         for line in hanging_lines(start, text, self.width()):
             self.write(line)
 
     def label(self, name: str, text: str) -> None:
-        """model    llama-tiny …"""
+        """Write a labelled header line, such as "model    llama-tiny …"."""
         self.hanging(self.dim(f"{name:<{LABEL_WIDTH}}"), text)
 
     def hints(self, name: str, commands: Sequence[str]) -> None:
-        """Writes commands to copy, one a line, whatever the width is."""
+        """Write commands to copy, one per line, without wrapping."""
         for command in commands:
             self.write(f"{self.dim(f'{name:<{LABEL_WIDTH}}')}{command}")
             name = ""
 
     def columns(self, steps: int) -> None:
-        """Writes the labels above the step lines. steps: the last step of the run."""
+        """Write the labels above the step lines. steps: the last step of the run."""
         self.labelled = shown_columns(steps, self.width())
         first = f"{' step':<{first_column_width(steps)}}"
         labels = [f"{column.label:>{column.width}}" for column in self.labelled]
@@ -237,11 +242,11 @@ class Console:
     def show_step(
         self, step: int, steps: int, row: dict[str, Any], rates: dict[str, Any], eta: float
     ) -> None:
-        """Writes one step line; before it the labels, if the terminal has another width now.
+        """Write one step line, preceded by the labels if the width of the terminal has changed.
 
         row: as in metrics.jsonl. eta: seconds left.
-        rates: since the line before: tokens_per_s, tflops, mfu, data (share of the time), and the counts of
-        SKIPPED_STEPS.
+        rates: since the previous line: tokens_per_s, tflops, mfu, data (fraction of the time), and the counts
+        of SKIPPED_STEPS.
         """
         cells = {
             "loss": decimals(row["loss"], 4),
@@ -273,7 +278,7 @@ class Console:
         self.write(line)
 
     def show_task(self, step: int, text: str) -> None:
-        """Writes a line of the scores of tasks."""
+        """Write a line of task scores."""
         self.hanging(f"{self.dim(' task')} {step}  ", text)
 
     def show_evaluation(
@@ -285,7 +290,7 @@ class Console:
         sample: str = "",
         ema_loss: float | None = None,
     ) -> None:
-        """Writes the line of a validation. sample: text of the model. ema_loss: of averaged weights."""
+        """Write the line of a validation. sample: generated text. ema_loss: loss of the averaged weights."""
         parts = [
             f"{self.dim(' eval')} {step}",
             f"{self.dim('val')} {self.paint(decimals(loss, 3), GREEN)}",
@@ -303,14 +308,14 @@ class Console:
         self.write(line)
 
     def show_sources(self, step: int, losses: Mapping[str, float | None]) -> None:
-        """Writes the validation loss of each source of a blend."""
+        """Write the validation loss of each source of a blend."""
         parts = [f"{name} {self.paint(decimals(loss, 3), GREEN)}" for name, loss in losses.items()]
         self.hanging(f"{self.dim(' eval')} {step}  {self.dim('of sources')}  ", "  ".join(parts))
 
     def show_outcome(self, outcome: str, sample: str, name: str = "sample") -> None:
-        """Writes how the run ended, and the last sample of the model: below it, where they do not fit.
+        """Write how the run ended and the last sample of the model, on a second line if needed.
 
-        name: what the sample is called.
+        name: the label of the sample.
         """
         label = f"{name}: "
         width = self.width()

@@ -1,6 +1,4 @@
-"""Lines of the header: what of the data counts, how often it is read, which data validates, which warmups are
-cut.
-"""
+"""Header lines: which targets count, epochs per dataset, validation data, and shortened warmups."""
 from collections.abc import Collection
 
 from data.blend import source_names
@@ -12,7 +10,7 @@ WARMUP = "optim.warmup"
 
 
 def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
-    """The data sets of data.valid, and which of them are trained on."""
+    """Describe the datasets of data.valid and which of them are trained on."""
     trained = {dataset.index.identity for dataset in data.datasets}
     seen = [dataset.name for dataset in valid_data.datasets if dataset.index.identity in trained]
     note = f"   {' and '.join(seen)}: trained on, too, so its loss is not of unseen text" if seen else ""
@@ -20,8 +18,8 @@ def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
 
 
 def describe_targets(run: TrainingRun, valid_data: BatchLoader) -> str | None:
-    """How much counts of what the run reads in its phase, and whether anything of a validation does. None
-    where everything does."""
+    """Describe the share of targets that count in this phase and in the validation data, or return None if
+    all count."""
     counts = run.data.count_targets(run.last_step)
     parts = [counts.describe()] if counts else []
     validated = valid_data.sample_targets(run.cfg.eval.batches)
@@ -32,7 +30,7 @@ def describe_targets(run: TrainingRun, valid_data: BatchLoader) -> str | None:
 
 
 def describe_passes(run: TrainingRun) -> str | None:
-    """The epochs of each data set in a phase; None where it reads none more than once."""
+    """Describe the epochs of each dataset in a phase, or return None if none is repeated."""
     paths, epochs = zip(*run.data.passes(run.last_step))
     if max(epochs) <= 1:
         return None
@@ -40,10 +38,10 @@ def describe_passes(run: TrainingRun) -> str | None:
 
 
 def warmup_notes(run: TrainingRun, stated: Collection[str], done: int) -> list[str]:
-    """A line for each schedule of learning rates to come whose warmup is stated, and longer than it may be.
+    """Return a line for each upcoming learning rate schedule whose stated warmup is too long.
 
-    stated: keys (section.key) of the command line and its file; a recipe's warmup is for long runs. done:
-    steps.
+    stated: keys (section.key) set on the command line or in its file; a recipe's own warmup is meant for long
+    runs. done: completed steps.
     """
     found: list[str] = []
     beginning = [phase for phase in run.phases.all if phase.begins_schedule]

@@ -1,7 +1,7 @@
-"""The work of a mixture's experts: a few numbers per step for metrics.jsonl, and their load as a picture.
+"""Expert load of MoE models: a few numbers per step for metrics.jsonl, and a heat map, experts.png.
 
-The picture is experts.png. Its data is bounded: when its COLUMNS are full, each two neighbours become one. It
-is kept in experts.npz, so that the picture of a resumed run shows all its steps.
+The data of the map is bounded: when its COLUMNS are full, neighbours are merged in pairs. It is kept in
+experts.npz, so that the map of a resumed run shows all steps.
 """
 import io
 import math
@@ -16,7 +16,7 @@ from config import ModelConfig, modules_ahead
 from config.plots import INK, new_figure, plain_text, save_figure, set_title
 from model.router import ExpertsConfig, has_experts, mixture
 
-COLUMNS = 512  # time steps of the picture
+COLUMNS = 512  # maximum columns of the map
 NPY_HEADER_BYTES = 4096  # upper bound
 MAX_LAYER_LABELS = 24
 
@@ -24,14 +24,13 @@ MAX_LAYER_LABELS = 24
 # ---- the numbers of a step ---------------------------------------------------------------------------------
 
 def router_metrics(stats: np.ndarray, experts: ExpertsConfig) -> dict[str, float | list[float | None] | None]:
-    """The fields of one step in metrics.jsonl, from the statistics of all routers.
+    """Return the metrics.jsonl fields of one step from the statistics of all routers.
 
-    stats [mixture layers, experts + 4]: choices of each expert (a token makes top_k of them), then choices
-    dropped, entropy (summed over tokens), load-balance loss and z loss.
+    stats [mixture layers, experts + 4]: number of choices per expert (top_k per token), then dropped choices,
+    entropy (summed over tokens), load-balance loss and z loss.
 
-    Per layer: moe_load, the fullest expert's load over the mean load (1: balanced), and moe_entropy, of the
-    scores in nats per token. Over all layers: moe_dropped, the share of choices that were dropped, aux_loss
-    and z_loss.
+    Per layer: moe_load, the maximum load over the mean load (1 if balanced), and moe_entropy of the scores in
+    nats per token. Over all layers: moe_dropped, the fraction of dropped choices, aux_loss and z_loss.
     """
     counts = stats[:, :experts.experts]
     dropped, entropy, aux_loss, z_loss = stats[:, experts.experts:].T
@@ -48,12 +47,12 @@ def router_metrics(stats: np.ndarray, experts: ExpertsConfig) -> dict[str, float
 
 
 def finite_or_none(value: np.floating) -> float | None:
-    """A plain float; None where it is not finite, which JSON cannot write."""
+    """Return a plain float, or None if it is not finite, which JSON cannot represent."""
     return float(value) if math.isfinite(value) else None
 
 
 def flatten_row(row: dict[str, Any]) -> dict[str, Any]:
-    """{"moe_load": [1.2, 1.3], "mfu": None} -> {"moe_load/0": 1.2, "moe_load/1": 1.3}"""
+    """Flatten {"moe_load": [1.2, 1.3], "mfu": None} to {"moe_load/0": 1.2, "moe_load/1": 1.3}."""
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, list):
@@ -66,10 +65,10 @@ def flatten_row(row: dict[str, Any]) -> dict[str, Any]:
 # ---- experts.npz -------------------------------------------------------------------------------------------
 
 def load_counts(file: Path, max_bytes: int) -> tuple[np.ndarray, int]:
-    """Reads experts.npz. Returns counts, float32 [columns, layers, experts], and the steps of a column.
+    """Read experts.npz. Returns counts, float32 [columns, layers, experts], and the steps per column.
 
-    Raises ValueError, or what zipfile raises, if the file is damaged or an array is larger than `max_bytes`.
-    Sizes are checked before anything is read.
+    Raises ValueError or an error of zipfile if the file is damaged or an array exceeds `max_bytes`. Sizes are
+    checked before anything is read.
     """
     with zipfile.ZipFile(file) as archive:
         counts = read_array(archive, "counts.npy", max_bytes)
@@ -84,7 +83,7 @@ def load_counts(file: Path, max_bytes: int) -> tuple[np.ndarray, int]:
 
 
 def read_array(archive: zipfile.ZipFile, name: str, max_bytes: int) -> np.ndarray:
-    """An array of numbers in numpy's .npy format, version 1.0, of at most `max_bytes`; else ValueError."""
+    """Read a numeric array in .npy format, version 1.0. Raises ValueError above `max_bytes`."""
     size = archive.getinfo(name).file_size
     if size > max_bytes + NPY_HEADER_BYTES:
         raise ValueError(f"{name} says that it has {size:,} bytes, at most {max_bytes:,} are wanted")
@@ -99,11 +98,10 @@ def read_array(archive: zipfile.ZipFile, name: str, max_bytes: int) -> np.ndarra
 
 
 class ExpertLoadMap:
-    """How often each expert was chosen over the training.
+    """The number of times each expert was chosen, over the course of training.
 
     counts [columns, layers, experts], each column summed over `every` steps.
-    start_step: the step of the checkpoint that the run resumes from; columns after it are dropped, since
-    their steps run again.
+    start_step: the step that the run resumes from; later columns are dropped, since their steps run again.
     """
 
     def __init__(self, run_dir: Path, model: ModelConfig, start_step: int) -> None:
@@ -116,7 +114,7 @@ class ExpertLoadMap:
         self.layers = [layer for layer in all_layers if has_experts(model, layer)]
         self.every = 1
         self.counts = self.zero_columns(0)
-        self.trouble: str | None = None  # why the file was not read
+        self.trouble: str | None = None  # why the file could not be read
         if start_step and self.file.exists():
             self.restore(start_step)
 
@@ -124,11 +122,11 @@ class ExpertLoadMap:
         return np.zeros((columns, len(self.layers), self.experts), np.float32)
 
     def restore(self, start_step: int) -> None:
-        """Continues from the file, where it is whole and of a model of this shape."""
+        """Load the counts from the file if it is intact and fits the shape of the model."""
         max_bytes = 4 * COLUMNS * len(self.layers) * self.experts
         try:
             counts, every = load_counts(self.file, max_bytes)
-        except Exception as error:  # whatever zip and numpy raise: a damaged picture does not end a run
+        except Exception as error:  # any error of zip or numpy: a damaged map must not end a run
             cause = f"{type(error).__name__}: {error}"
             self.trouble = f"{self.file}: damaged, the picture begins anew ({cause})"
             return
@@ -138,7 +136,7 @@ class ExpertLoadMap:
             self.counts = counts[:columns_to_keep]
 
     def add(self, step: int, counts: np.ndarray) -> None:
-        """Adds a step. counts [layers, experts]; step: 1, 2, ..."""
+        """Add a step. counts [layers, experts]; step: 1, 2, ..."""
         column = (step - 1) // self.every
         while column >= COLUMNS:
             self.halve()
@@ -149,25 +147,25 @@ class ExpertLoadMap:
         self.counts[column] += np.nan_to_num(counts)
 
     def halve(self) -> None:
-        """Sums each two columns into one; an odd last column stands alone."""
+        """Merge pairs of columns; an odd last column stays as it is."""
         padding = self.zero_columns(len(self.counts) % 2)
         pairs = np.concatenate((self.counts, padding)).reshape(-1, 2, *self.counts.shape[1:])
         self.counts = pairs.sum(1)
         self.every *= 2
 
     def save(self) -> None:
-        """Replaces the file atomically. Raises OSError."""
+        """Replace the file atomically. Raises OSError."""
         temp = self.file.with_suffix(".tmp")
         with open(temp, "wb") as out:
             np.savez_compressed(out, counts=self.counts, every=self.every)
             out.flush()
-            os.fsync(out.fileno())  # else a power cut could leave an empty file under the final name
+            os.fsync(out.fileno())  # a power cut must not leave an empty file under the final name
         os.replace(temp, self.file)
 
     def draw(self, title: str = "") -> Path | None:
-        """Draws experts.png: a band a layer, a row an expert; the colour is its load over the fair share.
+        """Draw experts.png: a band per layer, a row per expert, coloured by load over the fair share.
 
-        Returns the file, or None where there is nothing to draw. Raises OSError.
+        Returns the file, or None if there is nothing to draw. Raises OSError.
         """
         if not len(self.counts):
             return None
@@ -178,7 +176,7 @@ class ExpertLoadMap:
         load = self.counts * self.experts / choices  # [columns, layers, experts]
         rows = load.reshape(columns, -1).T  # [layers * experts, columns]
 
-        # the map
+        # draw the map
         figure = new_figure(10, min(2 + 0.08 * layers * experts, 14))
         axes = figure.subplots()
         image = axes.imshow(
@@ -187,7 +185,7 @@ class ExpertLoadMap:
         for layer in range(1, layers):
             axes.axhline(layer * experts, color="white", lw=0.8)
 
-        # the axes
+        # label the axes
         labelled = range(0, layers, -(-layers // MAX_LAYER_LABELS))
         middles = [(row + 0.5) * experts for row in labelled]
         axes.set_yticks(middles, [f"layer {self.layers[row]}" for row in labelled])

@@ -1,7 +1,7 @@
-"""How a process ends: the exit code of each error, and what is printed about it.
+"""Exit codes and error messages of a process.
 
-A mistake of the user is one line. Every other error begins with the rank and its host. An exception class may
-carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 80 ReplicasDiffer and
+A user error is one line. Every other error begins with the rank and its host. An exception class may define
+its exit code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 80 ReplicasDiffer and
 ComputeDiffers, 81 OutOfMemory, 82 StorageError.
 """
 import contextlib
@@ -27,7 +27,7 @@ HANG = 76
 REPLICAS_DIFFER = 80
 OUT_OF_MEMORY = 81
 STORAGE_FAILED = 82
-# what torch and the libraries below it say where memory runs out, in errors of no class of their own
+# messages of torch and its libraries when memory runs out, in errors without a specific class
 MEMORY_TEXT = re.compile(
     r"DefaultCPUAllocator: (can't|not enough)|MPS backend out of memory|(CUDA|HIP) error: out of memory|"
     r"(CUBLAS|HIPBLAS|CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|(Cuda|HIP) failure \d+ '?out of memory")
@@ -36,13 +36,13 @@ STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EI
 
 
 class OutOfMemory(RuntimeError):
-    """Device or host memory did not suffice. The text says what would make it suffice."""
+    """Out of device or host memory. The message says what would reduce it."""
 
     exit_code = OUT_OF_MEMORY
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of an error, by which a scheduler decides (docs/training.md)."""
+    """Return the exit code of an error, which schedulers act on (docs/training.md)."""
     own_code: int | None = getattr(error, "exit_code", None)
     if own_code is not None:
         return own_code
@@ -54,19 +54,19 @@ def code_of(error: BaseException) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out. torch says so with a class of its own for its CUDA allocator alone."""
+    """Return whether memory ran out. torch has an exception class only for its CUDA allocator."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and MEMORY_TEXT.search(str(error)) is not None
 
 
 def should_requeue(error: BaseException) -> bool:
-    """Whether another start may succeed: after a hang, a lost peer, replicas that differ, failed storage."""
+    """Return whether a requeue may succeed: after a hang, a lost peer, differing replicas, failed storage."""
     return code_of(error) in (HANG, REPLICAS_DIFFER, STORAGE_FAILED) or isinstance(error, PeerError)
 
 
 def one_line(error: BaseException) -> str:
-    """The error's text in one line, with the name of its class unless the class carries its own exit code."""
+    """Return the error in one line, with its class name unless the class defines an exit code."""
     text = " ".join(str(error).split()) or type(error).__name__
     if hasattr(error, "exit_code"):
         return text
@@ -74,23 +74,23 @@ def one_line(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with ? for what a terminal would obey, such as escape codes in words of other hosts."""
+    """Replace terminal control characters by ?, such as escape codes in messages from other hosts."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of the error's text; without a text, the name of its class.
+    """Return the last line of the error's text, or its class name if it has no text.
 
-    Of the traceback of a rank (runtime/pool.py) it is the line that says what went wrong.
+    In the traceback of a rank (runtime/pool.py) this line says what went wrong.
     """
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
 
 
 def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
-    """The text for stderr: `error: ...` in one line.
+    """Return the text for stderr: `error: ...` in one line.
 
-    The traceback follows where the cause is unknown, and everywhere with `trace`.
+    A traceback follows if the cause is unknown or with `trace`.
     """
     code = code_of(error)
     where = "" if code == USER_MISTAKE else f"rank {rank} on {socket.gethostname()}: "
@@ -102,24 +102,24 @@ def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
 
 
 def mark_reported(error: BaseException, code: int) -> None:
-    """Notes on `error` that it has been printed: fail_cleanly then prints nothing and returns `code`.
+    """Mark `error` as printed, so that fail_cleanly prints nothing and returns `code`.
 
-    code: of the job's first failure.
+    code: the exit code of the job's first failure.
     """
     setattr(error, "reported_code", code)
 
 
 def reported_code(error: BaseException) -> int | None:
-    """The code that mark_reported has left; None where the error has not been printed."""
+    """Return the code set by mark_reported, or None if the error has not been printed."""
     return getattr(error, "reported_code", None)
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process with this code.
+    """Exit the process with this code.
 
-    After a failure in a job of several ranks it exits at once, without the interpreter's clean-up: threads of
-    torch that wait for lost ranks abort (SIGABRT) when they are stopped. So it does after a hang: the
-    clean-up would wait for the thread that hangs. All files are closed before.
+    After a failure in a multi-rank job, or a hang, it exits at once without the interpreter's clean-up: torch
+    threads that wait for lost ranks abort (SIGABRT) when they are stopped, and the clean-up would wait for a
+    thread that hangs. All files are closed before that.
     """
     if code == HANG or (code and is_distributed()):
         with contextlib.suppress(OSError, ValueError):
@@ -137,7 +137,7 @@ def is_distributed() -> bool:
 
 
 def fail_cleanly(main: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Runs main(argv) and returns its exit code; an error is printed and returned as its code.
+    """Run main(argv) and return its exit code; print an error and return the error's code.
 
     --traceback anywhere in argv prints the traceback of every error.
     """

@@ -1,6 +1,6 @@
-"""The run folder, looked at before the first step: what would fail at the first save, hours later, fails now.
+"""Checks of the run folder before the first step, instead of failing at the first save hours later.
 
-    refuse_links     no link in it leads a write somewhere else
+    refuse_links     no link in it redirects a write
     write_token, check_token, remove_token     every rank sees the folder that rank 0 writes to
 """
 import contextlib
@@ -11,15 +11,15 @@ from pathlib import Path
 from config import ConfigError
 
 FOLLOWED = ("STOP",)  # only removed, never written to
-# whose files a run writes by name, too
+# folders in which a run also writes files by name
 INNER_FOLDERS = ("tokenizer", "tokenizer/additional_chat_templates", "checkpoints", "patches")
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises ConfigError if a name that a run writes to is a symbolic link.
+    """Raise ConfigError if a name that a run writes to is a symbolic link.
 
-    The run folder itself may be one. A folder that came from someone else could so have files of yours
-    overwritten.
+    The run folder itself may be one. Otherwise a folder from someone else could make a run overwrite your
+    files.
     """
     places = [folder, *(folder / name for name in INNER_FOLDERS)]
     for place in places:
@@ -34,7 +34,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def write_token(folder: Path) -> str:
-    """Rank 0: writes a file that no rank has seen before, and returns its name. Raises OSError."""
+    """Write a file with a new unique name, on rank 0, and return the name. Raises OSError."""
     name = f".probe-{uuid.uuid4().hex}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(name)
@@ -42,7 +42,7 @@ def write_token(folder: Path) -> str:
 
 
 def check_token(folder: Path, name: str) -> None:
-    """Raises ConfigError if this rank does not find the file of write_token."""
+    """Raise ConfigError if this rank does not find the file of write_token."""
     if not (folder / name).is_file():
         raise ConfigError(
             f"log.dir: {folder.absolute()} on {socket.gethostname()} is not the folder rank 0 writes to; "

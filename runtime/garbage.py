@@ -1,9 +1,10 @@
-"""Python's garbage collector, at the same steps on every rank.
+"""Run Python's garbage collector at the same steps on every rank.
 
-It starts when enough objects were made, at another moment on each rank, and looks at every object of the
-process. The others wait for that rank in their next exchange: of many ranks, one is always collecting. So in
-the loop it is off, what was there before is never looked at again, and all ranks collect after the same
-steps. A step leaves no tensor in a cycle (tests/runtime/test_garbage.py): memory does not grow in between.
+By default it runs after enough allocations, at a different time on each rank, and scans every object of the
+process. The other ranks wait for that rank in their next collective, and among many ranks one is always
+collecting. So it is disabled in the loop, the objects from before are frozen, and all ranks collect after the
+same steps. A step leaves no tensor in a cycle (tests/runtime/test_garbage.py), so memory does not grow in
+between.
 """
 import contextlib
 import gc
@@ -17,7 +18,7 @@ COLLECT_EVERY = 50  # steps
 
 @contextlib.contextmanager
 def collected_between_steps() -> Iterator[None]:
-    """Inside, the collector runs in GarbageCollection alone."""
+    """Disable automatic collection inside; only GarbageCollection collects."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -31,7 +32,7 @@ def collected_between_steps() -> Iterator[None]:
 
 
 class GarbageCollection(Extra):
-    """Collect every COLLECT_EVERY steps, counted from the run's first: after a resume too."""
+    """Collect every COLLECT_EVERY steps, counted from the first step of the run, also after a resume."""
 
     def after_step(self, run: Any, step: int) -> None:
         if step % COLLECT_EVERY == 0:
