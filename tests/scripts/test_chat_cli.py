@@ -8,6 +8,7 @@ import tokenizers
 from tokenizer_families import make_tokenizer
 from ranks import MODEL
 
+import runtime.evaluate
 import train
 from config import ConfigError
 from scripts import generate, prepare_data
@@ -81,7 +82,7 @@ def prompts_of(monkeypatch, module):
 
 
 def test_samples_of_the_run_are_answers(tmp_path, monkeypatch, capsys):
-    seen = prompts_of(monkeypatch, train)
+    seen = prompts_of(monkeypatch, runtime.evaluate)
     run = tuned(tmp_path, make_tokenizer("qwen3", tmp_path / "tok"))
     said = capsys.readouterr().out
     own = tokenizers.Tokenizer.from_file(str(tmp_path / "tok" / "tokenizer.json"))
@@ -94,7 +95,7 @@ def test_samples_of_the_run_are_answers(tmp_path, monkeypatch, capsys):
 
 
 def test_a_prompt_of_the_user_s_own(tmp_path, monkeypatch):
-    seen = prompts_of(monkeypatch, train)
+    seen = prompts_of(monkeypatch, runtime.evaluate)
     tuned(tmp_path, make_tokenizer("qwen3", tmp_path / "tok"), "--eval.prompt", "hello")
     assert seen[0][0] == chatml_ids(tmp_path, ("user", "hello"))
 
