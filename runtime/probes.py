@@ -116,7 +116,7 @@ def check_product(size: ProbeSize, device: torch.device, dtype: torch.dtype, hos
 
 
 def known_product(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two matrices [n, n] and their product in dtype, of integers so that any summation order is exact.
+    """Return two matrices [n, n] and their product in dtype; integers make any summation order exact.
 
     Both have rank 1, so the product is known without a GEMM: (u v') (w z') = (v' w) u z'.
     """

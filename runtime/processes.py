@@ -21,7 +21,7 @@ PARENT_POLL_SECONDS = 0.5  # between checks of the parent on systems without prc
 
 
 def dying_with(parent: int) -> Callable[[], None] | None:
-    """Return a function for the child that makes the kernel kill it when its parent dies.
+    """Return a function by which a child makes the kernel kill it when its parent dies.
 
     It may run between fork and exec, so it only calls what is already loaded. Returns None on systems without
     this (macOS).
@@ -39,7 +39,7 @@ def dying_with(parent: int) -> Callable[[], None] | None:
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies; on systems without this (macOS), a thread polls.
+    """Make the kernel kill this process when its parent dies; without kernel support (macOS), a thread polls.
 
     Otherwise a worker of a killed torchrun would keep its GPU and locks.
     """
@@ -104,7 +104,7 @@ def print_error(line: str) -> None:
 
 
 def redirect_to_null(stream: IO[str]) -> None:
-    """Redirect a standard stream to /dev/null, so that all further writes succeed, including the final flush."""
+    """Redirect a standard stream to /dev/null, so that further writes and Python's final flush succeed."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # no file descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

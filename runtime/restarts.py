@@ -111,8 +111,8 @@ class RestartCount:
         """Return whether to restart. kept: the newest checkpoints now, after a launch has failed.
 
         A different newest checkpoint on disk is progress: a newer one, or an older one after a rewind
-        (optim.spike_rewind). One in memory is progress only if it is newer than all before: memory is lost
-        with nodes, so the same steps could be saved again and again.
+        (optim.spike_rewind). One in memory is progress only if it is newer than any since then: memory is
+        lost with nodes, so the same steps could be saved again and again.
         """
         if kept.on_disk != self.best.on_disk:
             self.num_idle = 0

@@ -157,8 +157,8 @@ def set_determinism(deterministic: bool, compiles: bool) -> None:
 
 
 def keep_harness_in_one_process() -> None:
-    """Stop lm-eval from forking to compute standard errors, since a fork of a process with torch's threads can
-    deadlock."""
+    """Stop lm-eval from computing standard errors in forked processes: a fork of a process with torch's
+    threads can deadlock."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
 
@@ -194,7 +194,7 @@ def restart_count() -> str:
 
 
 def words_of_process(argv: list[str]) -> list[str]:
-    """Return argv, or in a spare (runtime/spares.py) wait for and return the arguments of the rank it becomes.
+    """Return argv. A spare (runtime/spares.py) waits for the arguments of the rank it becomes instead.
 
     A spare also takes that rank's environment, or exits here if it is not needed.
     """
@@ -233,12 +233,12 @@ def store_secret() -> str:
 
 
 def in_batch_script() -> bool:
-    """Return True in the body of an sbatch script, a single process that still sees the job's SLURM_NTASKS."""
+    """Return True in the body of an sbatch script, a single process that also has the job's SLURM_NTASKS."""
     return environment_number("SLURM_STEP_ID", 0) >= BATCH_STEP_ID
 
 
 def environment_number(name: str, default: int | None = None) -> int:
-    """Read an integer from the environment. Raises ConfigError if it is invalid, or unset without a default."""
+    """Read an integer from the environment. Raises ConfigError if invalid, or unset without a default."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -279,7 +279,7 @@ def script_device(threads: int | None, kind: str = "auto") -> torch.device:
 
 
 def spare_threads(local_world: int = 1) -> int:
-    """Return the CPU threads for one of `local_world` processes: at most 4, leaving one core of more than 2 free.
+    """Return the CPU threads per process for `local_world` processes: at most 4; of over 2 cores one stays free.
 
     Two threads on a core that another process uses run ten times slower than one. So this counts the cores
     that the container may use, not those of the machine.
