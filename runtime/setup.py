@@ -279,7 +279,7 @@ def script_device(threads: int | None, kind: str = "auto") -> torch.device:
 
 
 def spare_threads(local_world: int = 1) -> int:
-    """Return the CPU threads per process for `local_world` processes: at most 4; of over 2 cores one stays free.
+    """Return the CPU threads for each of `local_world` processes: at most 4; of over 2 cores one stays free.
 
     Two threads on a core that another process uses run ten times slower than one. So this counts the cores
     that the container may use, not those of the machine.

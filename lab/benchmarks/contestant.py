@@ -1,4 +1,4 @@
-"""One contestant of the GPU step benchmark: a process that builds its model, warms up, times some steps, exits.
+"""One contestant of the GPU step benchmark: a process that builds a model, warms up, times steps and exits.
 
     python -m lab.benchmarks.contestant NAME '{"shape": {...}, "device": "cuda", "warm": 4, "steps": 10}'
 
@@ -16,8 +16,8 @@ torchtitan 0.2, Megatron-core 0.19 with Transformer Engine 2, Liger 0.8.
     torchtitan+compile             blocks and loss compiled, as its trainer does
     transformers, +liger           Llama or Qwen3-MoE (grouped_mm); +liger: with Liger's kernels, including
                                    the fused linear cross entropy
-    nanogpt+compile                nanoGPT's block and loop, blocks and loss compiled; an MLP with two matrices
-                                   of width 4 d instead of SwiGLU's three
+    nanogpt+compile                nanoGPT's block and loop, blocks and loss compiled; its MLP has two
+                                   matrices of width 4 d instead of SwiGLU's three
 
 Packed documents (shape.documents: attention is masked at document boundaries, positions restart): ours uses
 the documents of the batch, Megatron-core its packed format (thd), torchtitan its variable-length attention.
@@ -294,8 +294,8 @@ def first_line(error: BaseException, default: str) -> str:
 def measure(name: str, settings: dict, report: Callable[..., None]) -> dict:
     """Build a contestant and time its steps. Returns the result of time_steps, parameters and packages.
 
-    settings: shape, device, warm and steps (numbers of steps), and profile: the number of steps to profile for
-    kernel times, or 0. report: called with phase=NAME at each phase.
+    settings: shape, device, warm and steps (numbers of steps), and profile: the number of steps to profile
+    for kernel times, or 0. report: called with phase=NAME at each phase.
     """
     torch.manual_seed(1234)
     shape = Shape(**settings["shape"] | {"documents": tuple(settings["shape"]["documents"])})

@@ -8,8 +8,8 @@
 
 Nothing is timed. The launches are those of the real train_step (plan/record/launches.py). The purpose and the
 FLOPs of each come from plan/record/work.py, and its duration from plan/record/rates.py, at low, middle and
-high rates. Launches follow each other without gaps, so the GPU time is their sum. The host time to launch them
-is computed separately, and the step time is the larger of the two.
+high rates. Launches follow each other without gaps, so the GPU time is their sum. The host time to launch
+them is computed separately, and the step time is the larger of the two.
 
 The model ignores how a kernel's rate depends on its shape, what stays in the L2 cache between launches, and
 the GPU's clock under load. lab/benchmarks/measured.py supplies measured rates.
@@ -253,7 +253,7 @@ def add_levels(times: Iterable[Sequence[float]]) -> tuple[float, float, float]:
 
 
 def perfect_seconds(work: JudgedLaunch) -> float:
-    """Return the time at the best rates in a perfectly fused step."""
+    """Return the time at the best rates in a step without launches that could be fused into others."""
     rate = RATES[work.rate].perfect if work.rate else math.inf
     return work.needed * max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
 

@@ -239,7 +239,7 @@ def measure(cfg: Config) -> dict[str, tuple[float, float]]:
 
 
 def exponent(widths: tuple[int, ...], values: list[float]) -> float:
-    """Return the least-squares slope of log v = slope log width + offset, or NaN if a value has no logarithm."""
+    """Return the least-squares slope of log v = slope log width + offset; NaN if a value has no logarithm."""
     if not all(isfinite(value) and value > 0 for value in values):
         return float("nan")
     x = [log2(width) for width in widths]
