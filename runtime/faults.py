@@ -94,7 +94,7 @@ def parse_one(text: str) -> Fault:
 
 
 class FaultInjector:
-    """Fires faults; called as injector(point, step) at each fault point.
+    """Fire faults; called as injector(point, step) at each fault point.
 
     The step defaults to that of the previous call. known: the names of all fault points; raises ConfigError
     if a fault names an unknown one.

@@ -82,13 +82,13 @@ def wrong_devices(run: Path) -> list[dict[str, Any]]:
 
 
 def ranks_with_wrong_devices(run: Path) -> set[int]:
-    """See wrong_devices."""
+    """Return the ranks of wrong_devices."""
     ranks = {fields.get("rank") for fields in wrong_devices(run)}
     return {rank for rank in ranks if isinstance(rank, int)}
 
 
 def hosts_with_wrong_devices(run: Path) -> set[str]:
-    """See wrong_devices."""
+    """Return the hosts of wrong_devices."""
     hosts = {str(fields.get("host")) for fields in wrong_devices(run)}
     return {host for host in hosts if HOST.fullmatch(host)}
 

@@ -279,10 +279,10 @@ def script_device(threads: int | None, kind: str = "auto") -> torch.device:
 
 
 def spare_threads(local_world: int = 1) -> int:
-    """Return the CPU threads for each of `local_world` processes: at most 4; of over 2 cores one stays free.
+    """Return the CPU threads of a process: at most 4, and one core of more than 2 stays free.
 
-    Two threads on a core that another process uses run ten times slower than one. So this counts the cores
-    that the container may use, not those of the machine.
+    local_world: processes that share the cores. Two threads on a core that another process uses run ten times
+    slower than one, so this counts the cores that the container may use, not those of the machine.
     """
     cores = usable_cores()
     try:

@@ -70,7 +70,7 @@ NUM_BATCHES = 4
 
 
 def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
-    """train.py's own step."""
+    """Use train.py's own step."""
     import config.reading
     from build import build_run
     from parallel.sharding import spec

@@ -74,7 +74,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def ours(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tuple[TrainStep, int]:
-    """train.py's own step."""
+    """Use train.py's own step."""
     import config.reading
     from build import build_run
     from parallel.microbatch import Microbatch

@@ -378,8 +378,7 @@ def shares_of(paths: str | None) -> tuple[Fraction, ...]:
 
 
 def is_flops_another_axis(runs: list[Run]) -> bool:
-    """Return whether FLOPs per token differ, so that comparing at equal FLOPs is not the same as at equal tokens.
-    """
+    """Return whether FLOPs per token differ between runs, so that equal FLOPs are not equal tokens."""
     ratios = np.concatenate([run.flops / run.tokens for run in runs])
     return not np.allclose(ratios, ratios[0], rtol=1e-6)
 
@@ -458,7 +457,7 @@ def loss_text(loss: float) -> str:
 
 
 def median(values: Array) -> float:
-    """Return the median without the first step, which compiles and connects; NaN if there is no other number."""
+    """Return the median without the first step, which compiles and connects, or NaN if nothing is left."""
     known = values[1:] if len(values) > 1 else values
     known = known[np.isfinite(known)]
     return float(np.median(known)) if len(known) else np.nan

@@ -159,7 +159,7 @@ def draw_critical_batch(critical: CriticalBatch, path: Path) -> None:
 
 
 def draw_systems(measured: list[MeasuredCell], path: Path) -> None:
-    """Plot efficiency over ranks, measured and predicted (dashed), a panel per mode and a colour per layout."""
+    """Plot efficiency over ranks, measured and planned (dashed), a panel per mode and a colour per layout."""
     modes = [mode for mode in MODES if any(each.cell.mode == mode for each in measured)]
     layouts = sorted({each.cell.layout for each in measured})
     colour_of = dict(zip(layouts, shades(len(layouts))))
