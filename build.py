@@ -90,7 +90,7 @@ def make_buckets(
     """
     sharding = sharding_config(cfg)
     dtype = DTYPES[cfg.train.dtype]
-    bucket_of: dict[int, Bucket] = {}  # by the id of a parameter
+    bucket_of: dict[int, Bucket] = {}  # {id(parameter): its bucket}
     buckets: list[Bucket] = []
     schedulers: dict[int, ZeroScheduler] = {}
     for number, stage in stages.items():

@@ -326,7 +326,7 @@ class MemoryCheckpoints:
     """
 
     def __init__(self, cfg: Config, run: Path, host: str, world: Group) -> None:
-        """run: the run folder. host: the name of this node.
+        """Open the checkpoints of a run folder. host: the name of this node.
 
         Raises ConfigError if there are too few nodes or the folder cannot be private, or StorageError.
         """
@@ -789,7 +789,7 @@ class MemoryCheckpoints:
 
 
 def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
-    """Describe the checkpoint older than the generation that was removed from disk since, or return None."""
+    """Describe a checkpoint older than the generation that was since removed from disk by hand, or None."""
     removed = generation.disk_step if generation.disk_step > disk.newest else None
     if disk.newest < generation.saving_step <= disk.latest:  # otherwise that save failed or was killed
         removed = generation.saving_step

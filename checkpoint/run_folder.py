@@ -29,7 +29,7 @@ class RunFolder(Extra):
         self.folder = folder
         self.log = log
         self.is_first_rank = is_first_rank
-        self.first_step = 0  # of the phase
+        self.first_step = 0  # first step of the phase
 
     def on_resume(self, run: Any, step: int) -> None:
         self.first_step = step + 1

@@ -342,7 +342,7 @@ def blocks_of_layers(model: ModelConfig) -> list[tuple[Any, ...]]:
     for layer in range(model.layers):
         like = layer_model(model, layer)
         if layer in sources:
-            like = with_values(like, {"mixer.keys_of": None})  # the name of a kind
+            like = with_values(like, {"mixer.keys_of": None})  # a name, compared by its layer instead
         found.append((*(getattr(like, part) for part in BLOCK_PARTS), sources.get(layer)))
     return found
 
@@ -526,7 +526,7 @@ def find_checkpoint(
     found = store.newest_checkpoint(root, log, bad, check) if root.is_dir() else None
     if found is None:
         advice = "give a run folder or a folder like .../checkpoints/step_00000100"
-        if (folder / "config.json").is_file():  # of Hugging Face
+        if (folder / "config.json").is_file():  # a Hugging Face folder
             advice = f"import it first: python -m scripts.convert from-hf {path} RUN"
         raise ConfigError(f"checkpoint: {path} holds no checkpoint; {advice}")
     return found

@@ -26,7 +26,7 @@ FINAL_WAIT = 2.0  # seconds between them
 
 
 class CheckpointUploader:
-    """Runs `update`, which uploads what the store lacks. Does nothing without it, i.e. without a store.
+    """Run `update`, which uploads what the store lacks. Do nothing without it, i.e. without a store.
 
     `may_fail` limits consecutive failures; None means no limit.
     """

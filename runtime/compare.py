@@ -1,9 +1,9 @@
-"""Several runs side by side: what differs in their settings, their losses at equal tokens and at equal FLOPs,
-their speed; as a table, a picture, and a page that needs no other file.
+"""Compare runs: differing settings, losses at equal tokens and at equal FLOPs, and speed.
 
-Training losses are means over the last SMOOTHING of the tokens before a point, and every place that shows one
-says so: runs that have done the same are alike, however long they are. Losses are
-compared where all runs have been: at the tokens, and at the FLOPs, of the shortest.
+The output is a table, a plot, or a self-contained HTML page. Training losses are means over the last
+SMOOTHING of the tokens before a point, and every place that shows one says so; thus identical training gives
+identical values, however long the runs are. Losses are compared at the tokens, and at the FLOPs, that the
+shortest run has reached.
 """
 import base64
 import contextlib
@@ -37,27 +37,27 @@ from runtime.lines import NAME as METRICS_FILE
 from runtime.lines import Rows, is_missing, read_metrics
 from runtime.summary import SUMMARY_FILE
 
-# Keys that say where a run is, not what it is.
+# Keys that do not affect the result of a run: paths, logging, host resources.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
 COLOURS = ("#2a5caa", "#d9822b", "#4f8f63", "#b3362b", "#7a5aa6", "#8c6d46", "#3a9fb0", "#c25b93")
-STYLES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}  # of lines, when the colours are used up: dashes
-FIRST_TO_GO = (  # in a narrow terminal
+STYLES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}  # {line style: SVG dashes}, to reuse colours
+FIRST_TO_GO = (  # columns to omit in a narrow terminal
     "MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens", "bits/byte",
 )
-MOST_DRAWN = 1500  # points of a curve
-HIDDEN_SHARE = 0.1  # of a run's steps, its first, which the scale of losses leaves out
+MOST_DRAWN = 1500  # maximum points per curve
+HIDDEN_SHARE = 0.1  # fraction of first steps that the loss axis need not show
 CHART = Path(__file__).with_name("chart.js")
-SILENT_MINUTES = 10.0  # without a line from a run, before it may no longer be running
-# Keys that decide which tokens a loss is a mean over, and which tokens an evaluation reads.
+SILENT_MINUTES = 10.0  # without a new line, after which a run may have died
+# Keys that determine which tokens a loss is averaged over, and which tokens an evaluation reads.
 TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
 EVALUATION_KEYS = (
     "data.path", "data.valid", "data.bos", "data.split", "data.doc_mask", "data.pack", "data.span",
     "data.fim_valid", "train.seq_len",
 )
-VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # where data.fim_valid is true
-CODE, DATA = ORIGINS = "code", "data"  # what made a run, beside its settings
+VALID_FIM_KEYS = ("data.fim_rate", "data.fim_spm_rate", "data.fim_split")  # if data.fim_valid is true
+CODE, DATA = ORIGINS = "code", "data"  # what defines a run in addition to its settings
 SHOWN_DIGITS = 12  # of a fingerprint
-EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
+EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is the number of sequences
 DIVERGED = "diverged"
 STYLE = """
 :root { color-scheme: light dark; --ink: #333; --paper: #fff; --rule: #e6e6e6 }
@@ -88,24 +88,24 @@ summary { cursor: pointer; font-size: 1.2em; margin: 1.2em 0 }
   img { filter: invert(0.9) hue-rotate(180deg) }
 }
 """
-SINGLE_STEPS = int(1 / SMOOTHING)  # of a run, whose means are over one step
+SINGLE_STEPS = int(1 / SMOOTHING)  # number of first steps whose means cover a single step
 SMOOTHING_TEXT = (f"mean over the last {SMOOTHING:.0%} of the tokens before a point (a single step in the "
                   f"first {SINGLE_STEPS})")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it.
+    """A run as read from its folder.
 
-    tokens, flops, loss, tokens_per_s, mfu: of each step [steps]; NaN where a step has none.
-    has_targets: whether targets count in each step, bool [steps]; a step without any has no loss.
-    validation_tokens, validation_loss, validation_bpb (bits a byte): of each evaluation [n].
-    validated_with: {key: its values}, of the keys that decide which tokens an evaluation reads, in the phases
-    that were validated.
-    finished: None where its last start has not said how it ended.
-    silent_minutes: since it last wrote a line.
-    origins: {one of ORIGINS: (what must be equal in equal runs, its words)}; empty where it does not say.
-    validation_data: fingerprints of the data sets whose tokens its evaluations read.
+    tokens, flops, loss, tokens_per_s, mfu: per step [steps], NaN if missing.
+    has_targets: bool [steps], whether any target counts in the step; a step without targets has no loss.
+    validation_tokens, validation_loss, validation_bpb (bits per byte): per evaluation [n].
+    validated_with: {key: its values in the validated phases}, for the keys that determine which tokens an
+    evaluation reads.
+    finished: None if the last launch has not recorded how it ended.
+    silent_minutes: time since the last line was written.
+    origins: {one of ORIGINS: (identity, its text)}, or empty if not recorded.
+    validation_data: fingerprints of the datasets that evaluations read.
     """
     name: str
     settings: dict[str, Any]
@@ -127,19 +127,19 @@ class Run:
 
     @cached_property
     def smooth_loss(self) -> Array:
-        """Training loss, smoothed: [steps]. A step without targets has that of the step before it."""
+        """Smoothed training loss [steps]. A step without targets repeats the previous value."""
         numbers = np.arange(len(self.loss))
         last_known = np.maximum.accumulate(np.where(self.has_targets, numbers, 0))
         return smoothed(self.tokens, self.loss)[last_known]
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the loss of the last step with targets is not finite."""
+        """Whether the loss of the last step with targets is non-finite."""
         losses = self.loss[self.has_targets]
         return len(losses) > 0 and not np.isfinite(losses[-1])
 
     def loss_at(self, tokens: float) -> float:
-        """Training loss, smoothed, after so many tokens; NaN before the first step of a branch."""
+        """Return the smoothed training loss at `tokens`, or NaN before the first step of a branch."""
         return float(np.interp(tokens, self.tokens, self.smooth_loss, left=np.nan))
 
     def loss_at_flops(self, flops: float) -> float:
@@ -147,13 +147,13 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ConfigError, which names the folder, where there is no run, or no step of one yet."""
+    """Read a run. Raises ConfigError, naming the folder, if it contains no run or no step yet."""
     try:
         cfg = resolve(None, str(folder / "config.yaml"), [])
     except (OSError, ConfigError) as error:
         raise ConfigError(f"{folder}: no run that can be read ({error}); give folders that train.py has "
                           "written, as runs/NAME") from error
-    # before the steps: what ends meanwhile is still running here, and is read again
+    # read these before the steps: a run that ends in between then still counts as running and is reread
     summary, starts = read_summary(folder), known_starts(folder)
     steps, evaluations = read_metrics(folder)
     if not steps:
@@ -161,7 +161,7 @@ def read_run(folder: Path) -> Run:
 
     tokens = column(steps, "tokens")
     flops = flops_of_tokens(cfg, tokens)
-    if summary.get("tokens"):  # it knows the lengths of the documents
+    if summary.get("tokens"):  # accounts for document lengths
         flops *= summary["flops"] / flops_of_tokens(cfg, np.array([summary["tokens"]]))[0]
     all_steps = column(steps, "step")
     evaluated = [
@@ -178,7 +178,7 @@ def read_run(folder: Path) -> Run:
         tokens_per_s=column(steps, "tokens_per_s"),
         mfu=column(steps, "mfu"),
         has_targets=np.array([not is_missing(row, "loss") for row in steps]),
-        # of a long run not every step was read
+        # interpolate, since not every step of a long run was read
         validation_tokens=np.interp(column(evaluated, "step"), all_steps, tokens),
         validation_loss=column(evaluated, "val_loss"),
         validation_bpb=column(evaluated, "val_bpb"),
@@ -191,7 +191,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
-    """See Run. Of a run whose starts were of several codes or data sets, all of them in order."""
+    """Read Run.origins; if launches differ in code or data, it lists all of them in order."""
     records = provenance.read_records(folder)
     if not records:
         return {}
@@ -204,25 +204,25 @@ def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
 
 
 def data_of(records: list[Tree]) -> list[Tree]:
-    """The data sets that the starts of a run have read."""
+    """Return the datasets that the launches of a run have read."""
     return [item for record in records for item in record.get("inputs", {}).get("data", [])]
 
 
 def read_validation_data(folder: Path) -> tuple[str, ...]:
-    """See Run."""
+    """Read Run.validation_data."""
     data = data_of(provenance.read_records(folder))
     own = [item for item in data if "split" in item]
     return tuple(dict.fromkeys(item["identity"] for item in own or data))
 
 
 def code_text(folder: Path, code: Tree) -> str:
-    """ "ab12cd3", or "ab12cd3+ (1234.patch)"."""
+    """Format as "ab12cd3" or "ab12cd3+ (1234.patch)"."""
     patch = f" ({provenance.patch_path(folder, code).name})" if code.get("patch") else ""
     return provenance.label(code) + patch
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json, of the last start that has ended; empty where none has."""
+    """Read summary.json of the last launch that has ended; empty if none has."""
     try:
         summary = json.loads((folder / SUMMARY_FILE).read_text())
     except (OSError, ValueError):
@@ -238,7 +238,7 @@ def known_starts(folder: Path) -> list[StartRecord]:
 
 
 def flops_of_tokens(cfg: Config, tokens: Array) -> Array:
-    """Model FLOPs of a run's first tokens [n], phase by phase, with attention over whole sequences: [n]."""
+    """Return model FLOPs [n] of a run's first tokens [n], by phase, with attention over whole sequences."""
     phases = phases_of(cfg).all
     ends = [*(phase.tokens_before for phase in phases[1:]), np.inf]
     found = np.zeros(len(tokens))
@@ -249,8 +249,9 @@ def flops_of_tokens(cfg: Config, tokens: Array) -> Array:
 
 
 def how_it_ended(summary: dict[str, Any], starts: list[StartRecord], last_step: int) -> bool | None:
-    """Whether the run is finished; None where its last start has not said how it ended: it trains, or was
-    killed. A summary of another step, or before a start that has not ended, is of an earlier start.
+    """Return whether the run is finished, or None if the last launch is still training or was killed.
+
+    A summary of another step, or one followed by a launch that has not ended, belongs to an earlier launch.
     """
     if starts and starts[-1].exit_code is None:
         return None
@@ -260,7 +261,7 @@ def how_it_ended(summary: dict[str, Any], starts: list[StartRecord], last_step: 
 
 
 def silent_minutes(folder: Path) -> float:
-    """Since the run wrote a line, by the clocks of this machine and of the file system."""
+    """Return the minutes since the run wrote a line, by the clocks of this machine and of the file system."""
     newest = 0.0
     for name in (METRICS_FILE, STARTS_FILE):
         with contextlib.suppress(OSError):
@@ -269,18 +270,18 @@ def silent_minutes(folder: Path) -> float:
 
 
 def column(rows: Rows, name: str) -> Array:
-    """NaN where a row has no number."""
+    """Return a column of the rows, with NaN for missing numbers."""
     return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
 
 
 def flat_settings(cfg: Config) -> dict[str, Any]:
-    """{section.key: value}, without those that say where a run is."""
+    """Return {section.key: value}, without the keys in PLACES."""
     settings = flatten_tree(plain_data(cfg))
     return {key: value for key, value in settings.items() if not key.startswith(PLACES)}
 
 
 def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, ...]]:
-    """{key: its values in the phases of these steps, in order}: values that follow each other differ."""
+    """Return {key: its values in the phases of these steps, in order, without consecutive duplicates}."""
     phases = phases_of(cfg)
     numbers = sorted({phases.of_step(step).number for step in steps})
     rows = [validation_settings_of(phases, phases.all[number - 1]) for number in numbers]
@@ -288,9 +289,9 @@ def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, .
 
 
 def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
-    """{key: what it comes to in a validation of a phase}."""
+    """Return {key: its effective value in a validation during the phase}."""
     found = {key: value_at(phase.cfg, key) for key in EVALUATION_KEYS}
-    if phase.cfg.data.valid is not None:  # read instead of a share of data.path
+    if phase.cfg.data.valid is not None:  # replaces a split of data.path
         found["data.path"] = found["data.split"] = None
     if phase.cfg.data.pack == "stream":
         found["data.span"] = span_of(phases, phase)
@@ -301,8 +302,7 @@ def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
 
 
 def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
-    """{section.key: its value in each run}, of the keys that are not the same in all; None where a run has no
-    such key."""
+    """Return {section.key: its value in each run} for the keys that differ; None if a run lacks the key."""
     differing: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for run in runs for key in run.settings):
         values = [run.settings.get(key) for run in runs]
@@ -312,8 +312,10 @@ def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
 
 
 def different_origins(runs: list[Run]) -> dict[str, list[Any]]:
-    """{one of ORIGINS: its words for each run}, of those that are not the same in all. Where a run does not
-    say what made it, nothing is known to differ."""
+    """Return {one of ORIGINS: its text for each run} for those that differ.
+
+    Empty if a run has not recorded its origins, since then no difference is known.
+    """
     if not all(run.origins for run in runs):
         return {}
     pairs = {name: [run.origins[name] for run in runs] for name in ORIGINS}
@@ -325,15 +327,15 @@ def different_origins(runs: list[Run]) -> dict[str, list[Any]]:
 
 
 def differences(runs: list[Run]) -> dict[str, list[Any]]:
-    """Of code, data and settings."""
+    """Return the differences in code, data and settings."""
     return {**different_origins(runs), **different_settings(runs)}
 
 
 def doubts(runs: list[Run]) -> list[str]:
-    """A line for each reason why losses in nats a token may not be compared between these runs."""
+    """Return a line for each reason why losses in nats per token may not be comparable between these runs."""
     differing = differences(runs)
     if all(run.origins for run in runs) and DATA not in differing:
-        differing.pop("data.path", None)  # the same tokens, in another place
+        differing.pop("data.path", None)  # the same tokens in another location
     lines: list[str] = []
     tokenizer = [key for key in TOKENIZER_KEYS if key in differing]
     if tokenizer:
@@ -351,8 +353,9 @@ def doubts(runs: list[Run]) -> list[str]:
 
 
 def is_same_mixture(key: str, validated: list[dict[str, tuple[Any, ...]]]) -> bool:
-    """Whether a key of paths names as many data sets with the same weights in all runs. See
-    Run.validated_with.
+    """Return whether a key of paths names the same number of datasets with the same weights in all runs.
+
+    validated: Run.validated_with of each run.
     """
     if key not in ("data.path", "data.valid"):
         return False
@@ -360,7 +363,7 @@ def is_same_mixture(key: str, validated: list[dict[str, tuple[Any, ...]]]) -> bo
 
 
 def shares_of(paths: str | None) -> tuple[Fraction, ...]:
-    """The shares of the data sets of a blend; of a single path all, and () without one."""
+    """Return the normalized weights of a blend: (1,) for a single path, () for none."""
     if not paths:
         return ()
     if as_number(paths.split()[0]) is None:
@@ -374,13 +377,13 @@ def shares_of(paths: str | None) -> tuple[Fraction, ...]:
 
 
 def is_flops_another_axis(runs: list[Run]) -> bool:
-    """Whether runs compare otherwise at equal FLOPs than at equal tokens: they take other FLOPs a token."""
+    """Return whether FLOPs per token differ between runs, so that equal FLOPs are not equal tokens."""
     ratios = np.concatenate([run.flops / run.tokens for run in runs])
     return not np.allclose(ratios, ratios[0], rtol=1e-6)
 
 
 def table_rows(runs: list[Run]) -> list[dict[str, str]]:
-    """A row for each run: {column: text}."""
+    """Return a row for each run: {column: text}."""
     tokens = min(run.tokens[-1] for run in runs)
     flops = min(run.flops[-1] for run in runs)
     has_flops = is_flops_another_axis(runs)
@@ -404,8 +407,9 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
 
 
 def numbers(runs: list[Run]) -> list[dict[str, Any]]:
-    """The same as numbers, for programs: null where there is none. at_tokens, at_flops: training losses where
-    all runs have been.
+    """Return the same as numbers, for programs, with null for missing values.
+
+    at_tokens, at_flops: training losses at the tokens and FLOPs of the shortest run.
     """
     tokens = min(run.tokens[-1] for run in runs)
     flops = min(run.flops[-1] for run in runs)
@@ -435,7 +439,7 @@ def last_text(losses: Array) -> str:
 
 
 def bits_text(run: Run) -> str:
-    """Of the last evaluation; "n/a" where the bytes of its text are not known."""
+    """Format the bits per byte of the last evaluation; "n/a" if its bytes are not known."""
     return loss_text(run.validation_bpb[-1]) if len(run.validation_bpb) else "none"
 
 
@@ -452,7 +456,7 @@ def loss_text(loss: float) -> str:
 
 
 def median(values: Array) -> float:
-    """Without the first step, which compiles and connects; NaN where there is no other number."""
+    """Return the median without the first step, which compiles and connects, or NaN if nothing is left."""
     known = values[1:] if len(values) > 1 else values
     known = known[np.isfinite(known)]
     return float(np.median(known)) if len(known) else np.nan
@@ -464,8 +468,10 @@ def median_text(values: Array, text_of: Callable[[float], str]) -> str:
 
 
 def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str]:
-    """Lines with aligned columns: the first to the left, numbers to the right; a last one names the columns
-    for which the terminal is too narrow. width: of the terminal."""
+    """Format rows in aligned columns, the first to the left and numbers to the right.
+
+    A last line names the columns that do not fit. width: the width of the terminal.
+    """
     first = next(iter(rows[0]))
     return table_lines(rows, to_left=[first], first_to_go=FIRST_TO_GO, width=width, whole_in="--json")
 
@@ -474,7 +480,7 @@ def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str
 
 
 def axes_of(runs: list[Run]) -> dict[str, Callable[[Run], Array]]:
-    """{what losses are drawn over: its values of a run [steps]}."""
+    """Return {x axis: function that returns its values [steps] for a run}."""
     axes: dict[str, Callable[[Run], Array]] = {"tokens": lambda run: run.tokens}
     if is_flops_another_axis(runs):
         axes["FLOPs"] = lambda run: run.flops
@@ -482,17 +488,17 @@ def axes_of(runs: list[Run]) -> dict[str, Callable[[Run], Array]]:
 
 
 def looks() -> Iterator[tuple[str, str]]:
-    """Yields (style, colour), of one curve after the other."""
+    """Yield (style, colour) for each curve."""
     return cycle(product(STYLES, COLOURS))
 
 
 def drawn_steps(run: Run) -> Array:
-    """The indices of at most MOST_DRAWN steps."""
+    """Return the indices of at most MOST_DRAWN steps."""
     return np.unique(np.linspace(0, len(run.loss) - 1, MOST_DRAWN).astype(int))
 
 
 def draw_runs(runs: list[Run]) -> bytes:
-    """Losses over tokens, and beside them over FLOPs where that is another picture: a PNG."""
+    """Plot losses over tokens, and also over FLOPs if that differs. Returns a PNG."""
     drawing = new_figure(11, 4.6)
     panels = axes_of(runs)
     all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
@@ -526,7 +532,7 @@ def draw_runs(runs: list[Run]) -> bytes:
 
 
 def curves(runs: list[Run]) -> dict[str, Any]:
-    """What chart.js draws; null for a loss that is not finite."""
+    """Return the data for chart.js, with null for non-finite losses."""
     axes = axes_of(runs)
     drawn: list[dict[str, Any]] = []
     for run, (style, colour) in zip(runs, looks()):
@@ -552,7 +558,7 @@ def finite_numbers(values: Array) -> list[float | None]:
 
 
 def chart(runs: list[Run]) -> list[str]:
-    """The parts of a page that draw the losses; a picture where a browser runs no scripts."""
+    """Return the parts of a page that plot the losses, with an image for browsers without scripts."""
     picture = base64.b64encode(draw_runs(runs)).decode()
     data = json.dumps(curves(runs), separators=(",", ":")).replace("<", "\\u003c")
     return [
@@ -566,7 +572,7 @@ def chart(runs: list[Run]) -> list[str]:
 
 
 def page(runs: list[Run], refresh_s: int | None = None) -> str:
-    """One HTML file with everything in it. refresh_s: a browser reads it again after so many seconds."""
+    """Return a self-contained HTML page. refresh_s: the interval at which a browser reloads it."""
     differing = differences(runs)
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     parts = [

@@ -2,14 +2,14 @@
 
     FAULT="ckpt.pre_index:rank=0:step=6:act=SIGKILL; step.backward:step=9:act=sleep=0.5"
 
-Without FAULT the points do nothing. Random kills find little, enumerated points find much: 90 random kills of
-a bad checkpoint writer found no bug, 22 points found 8.
+Without FAULT the points do nothing. Enumerated points find far more than random kills: 90 random kills of a
+buggy checkpoint writer found no bug, 22 points found 8.
 
 Actions: SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
-ENOMEM (a MemoryError), sleep=SECONDS, nan, spike and bitflip. The last three are only returned: the caller
-corrupts its own number. A fault without rank or step applies to every rank or step. One with times=N happens
-at the first N times alone that a rank comes by: step.compute:rank=1:step=4:times=1:act=bitflip disturbs the
-first run of a step, and not the second (train.rerun_every).
+ENOMEM (a MemoryError), sleep=SECONDS, nan, spike and bitflip. The last three are only returned; the caller
+then corrupts its data. A fault without rank or step applies to every rank or step. With times=N it fires only
+the first N times that a rank reaches the point: step.compute:rank=1:step=4:times=1:act=bitflip disturbs the
+first computation of a step but not its rerun (train.rerun_every).
 """
 import errno
 import os
@@ -34,43 +34,43 @@ ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSP
            "nan", "spike", "bitflip")
 ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
 KEYS = ("rank", "step", "times", "act")
-SPIKE_FACTOR = 1e4  # of the gradients, in an injected spike
+SPIKE_FACTOR = 1e4  # multiplies the gradients in an injected spike
 
 
 class InjectedFault(RuntimeError):
-    """The error that act=raise raises."""
+    """Raised by act=raise."""
 
 
 class FaultHook(Protocol):
-    """The hook that the code calls at each fault point: a FaultInjector, or an observer in its place."""
+    """The hook called at each fault point: a FaultInjector or an observer."""
 
     def __call__(self, point: str, step: int | None = None, /, **seen: object) -> str | None:
-        """Returns None or the action: "nan", "spike" and "bitflip" ask the caller to corrupt its own number.
+        """Return None or the action; "nan", "spike" and "bitflip" ask the caller to corrupt its data.
 
-        seen: objects that an observer may look at, by name.
+        seen: named objects for observers.
         """
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of FAULT. rank, step: None for every one. times: how often it happens; None for each time."""
+    """One fault of FAULT. rank and step may be None for all; times is a limit, or None for no limit."""
 
     point: str
     action: str
-    seconds: float = 0.0  # of sleep
+    seconds: float = 0.0  # duration of sleep
     rank: int | None = None
     step: int | None = None
     times: int | None = None
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults in the value of FAULT. Raises ConfigError that quotes the wrong part."""
+    """Parse the value of FAULT. Raises ConfigError, which quotes the invalid part."""
     parts = [part.strip() for part in text.split(";")]
     return [parse_one(part) for part in parts if part]
 
 
 def parse_one(text: str) -> Fault:
-    """POINT[:rank=N][:step=N][:times=N]:act=ACT -> Fault. Raises ConfigError."""
+    """Parse POINT[:rank=N][:step=N][:times=N]:act=ACT. Raises ConfigError."""
     point, *settings = text.split(":")
     values: dict[str, str] = {}
     for setting in settings:
@@ -94,10 +94,10 @@ def parse_one(text: str) -> Fault:
 
 
 class FaultInjector:
-    """Called as injector(point, step) at each fault point.
+    """Fire faults; called as injector(point, step) at each fault point.
 
-    A call without a step belongs to the last step that was given.
-    known: all names of fault points. Raises ConfigError if a fault names another point.
+    The step defaults to that of the previous call. known: the names of all fault points; raises ConfigError
+    if a fault names an unknown one.
     """
 
     def __init__(self, faults: list[Fault], rank: int = 0, known: Collection[str] = ()) -> None:
@@ -110,13 +110,13 @@ class FaultInjector:
         self.fired: Counter[Fault] = Counter()
 
     def __call__(self, point: str, step: int | None = None, **seen: object) -> str | None:
-        """Returns None, or the action that happened here: one that does not end the process.
+        """Return the action that fired, or None. Some actions raise or never return.
 
-        May raise or never return. seen: for observers (FaultHook); not used here.
+        seen: for observers (FaultHook); not used here.
         """
         if not self.armed:
             return None
-        at_step = self.step if step is None else step  # a save in the background is of an earlier one
+        at_step = self.step if step is None else step  # a background save is of an earlier step
         self.step = at_step
         here = [fault for fault in self.armed if fault.point == point and fault.step in (None, at_step)]
         hits = [fault for fault in here if fault.times is None or self.fired[fault] < fault.times]
@@ -126,7 +126,7 @@ class FaultInjector:
         return hits[-1].action if hits else None
 
     def fire(self, fault: Fault, step: int | None) -> None:
-        """Carries out the fault: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
+        """Perform the action: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
         message = f"fault {fault.point}: rank {self.rank} step {step} act {fault.action}"
         print_error(message)
         if fault.action.startswith("SIG"):
@@ -142,11 +142,11 @@ class FaultInjector:
 
 
 class Faults(Extra):
-    """The fault points of the loop. observe: the injector, or an observer that may answer as it does."""
+    """The fault points of the loop. observe: the injector, or an observer, which may also return actions."""
 
     def __init__(self, observe: FaultHook) -> None:
         self.observe = observe
-        self.has_read = False  # whether the point after reading is behind, in a step that is computed again
+        self.has_read = False  # whether the read point has fired, so that a recomputed step skips it
 
     def before_step(self, run: Any, step: int) -> None:
         self.has_read = False
@@ -175,13 +175,13 @@ class Faults(Extra):
 
 
 def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:
-    """Carries out an injected fault on the summed gradients that this rank owns."""
+    """Apply an injected fault to the reduced gradients that this rank owns."""
     for bucket in disturbed(buckets, fault):
         disturb(bucket.grads.local, fault)
 
 
 def disturb_next_sums(buckets: list[Bucket], fault: str | None) -> None:
-    """Carries out an injected fault on the gradients of this rank alone, before their next sum."""
+    """Apply an injected fault to this rank's own gradients, before they are next reduced."""
     def disturb_once(grads: BucketGrads) -> Callable[[Tensor], None]:
         def before_sum(flat: Tensor) -> None:
             grads.before_sum.remove(before_sum)
@@ -193,13 +193,14 @@ def disturb_next_sums(buckets: list[Bucket], fault: str | None) -> None:
 
 
 def disturbed(buckets: list[Bucket], fault: str | None) -> list[Bucket]:
-    """The buckets whose gradients a fault disturbs: all by a spike, the first by a NaN or a flipped bit."""
+    """Return the buckets that a fault disturbs: all for a spike, the first for a NaN or a flipped bit."""
     return {"nan": buckets[:1], "bitflip": buckets[:1], "spike": buckets}.get(fault or "", [])
 
 
 def disturb(grads: Tensor, fault: str | None) -> None:
-    """One number is NaN, or all are SPIKE_FACTOR times as large; or of the largest the first bit of the
-    mantissa is another. grads: flat.
+    """Corrupt flat gradients in place.
+
+    Sets one element to NaN, scales all by SPIKE_FACTOR, or flips the first mantissa bit of the largest.
     """
     if fault == "nan":
         grads[0] = float("nan")

@@ -1,21 +1,21 @@
-"""Goodput and ETTR: how much of a run's time went into its weights, over all its starts.
+"""Goodput and ETTR of a run: the fraction of time that went into its weights, over all launches.
 
-starts.jsonl in the run folder has a line for each start. The line has a fixed length and is rewritten in
-place while the run goes on, so a killed start leaves how far it came. Rank 0 alone writes.
+starts.jsonl in the run folder has a line for each launch. The line has a fixed length and is rewritten in
+place during the run, so that a killed launch leaves a record of its progress. Only rank 0 writes.
 
-    goodput   minutes of steps whose result is in the weights / minutes since the first start
+    goodput   minutes of steps whose result is in the weights / minutes since the first launch
     ETTR      effective training time ratio (arXiv 2410.21680, "Revisiting Reliability in Large-Scale Machine
-              Learning Research Clusters"): productive runtime / available wallclock time of a run. As there,
-              what is not productive is: waiting for a start, starting, and training again what was lost. So
-              validation and saving lower the goodput, and not the ETTR.
+              Learning Research Clusters"): productive runtime / available wallclock time of a run. As defined
+              there, unproductive time is waiting for a launch, starting up, and retraining lost steps. So
+              validation and saving lower the goodput but not the ETTR.
 
-Within a start all times are monotonic. Between two starts there is the wall clock alone: a gap that is
-negative, because the clock was set back, counts as 0, and the report says so; a clock that was set forward
-cannot be told from waiting. After a start that finished the run, waiting does not count.
+Within a launch all times are monotonic. Gaps between launches can only be measured by the wall clock: a
+negative gap, because the clock was set back, counts as 0 and is reported; a clock that was set forward cannot
+be distinguished from waiting. After a launch that finished the run, waiting does not count.
 
-What a killed start did after its last line is waiting: in steps at most BEAT_SECONDS and a step, and what
-it was loading, validating or saving then. A line that does not read is left out, and so are lines that a full
-disk refuses.
+Whatever a killed launch did after its last write counts as waiting: at most BEAT_SECONDS plus one step of
+training, or the load, validation or save that it was in. Unreadable lines are skipped; lines are lost if the
+disk is full.
 """
 import contextlib
 import json
@@ -35,13 +35,13 @@ from parallel.extras import Extra
 from runtime import failure
 from runtime.console import duration
 
-LINE_BYTES = 1024  # of a line, with spaces at its end
-MAX_LINE_BYTES = 16 * LINE_BYTES  # that is read of one line: longer ones are damaged
-MAX_MARKS = 16  # of a start: the newest saves, to which a later start may go back
-BEAT_SECONDS = 1.0  # between two writes of the line while nothing but steps happens
+LINE_BYTES = 1024  # length of a line, padded with spaces
+MAX_LINE_BYTES = 16 * LINE_BYTES  # the most to read of one line; longer ones are damaged
+MAX_MARKS = 16  # newest saves kept per launch, which a later launch may resume from
+BEAT_SECONDS = 1.0  # minimum time between writes of the line during steps
 MINUTE = 60.0
 
-# why time is lost, by the names of summary.json: {name: its words on the console}
+# reasons for lost time: {name in summary.json: label on the console}
 REASONS = {
     "repeated_steps": "repeated steps",
     "skipped_steps": "skipped steps",
@@ -56,13 +56,12 @@ NOT_PRODUCTIVE = ("repeated_steps", "start_up", "waiting")  # by the definition 
 
 @dataclass(frozen=True)
 class StartRecord:
-    """A line of starts.jsonl. Times are seconds.
+    """A line of starts.jsonl, one per launch. Times are in seconds.
 
-    time: the wall clock at the start, since 1970. seconds: from the start until the line was written.
-    first_step: the first that it trains; None until it comes so far. last_step: the last that it has done.
-    in_steps: in steps first_step .. last_step. marks: ((step, in_steps after it), ...) of its newest saves.
-    repeated: in steps that it went back before (optim.spike_rewind), which in_steps leaves out.
-    exit_code: None if no exit was recorded.
+    time: Unix time of the launch. seconds: from the launch until the line was written. first_step: the first
+    step it trains, or None before that. last_step: the last completed step. in_steps: time in steps
+    first_step .. last_step. marks: ((step, in_steps after it), ...) for its newest saves. repeated: time in
+    steps undone by a rewind (optim.spike_rewind), not included in in_steps. exit_code: None if not recorded.
     """
 
     time: float
@@ -79,7 +78,7 @@ class StartRecord:
     exit_code: int | None = None
 
     def seconds_until(self, step: int) -> float:
-        """In steps first_step .. step; between two known points, steps count as equally long."""
+        """Return the time in steps first_step .. step, interpolated between known points."""
         if self.first_step is None or step < self.first_step:
             return 0.0
         if step >= self.last_step:
@@ -90,7 +89,7 @@ class StartRecord:
         return low + (high - low) * (step - first) / (last - first)
 
     def to_line(self) -> bytes:
-        """LINE_BYTES with a newline at the end. The oldest marks are left out where it would be longer."""
+        """Format as LINE_BYTES bytes including the newline, dropping the oldest marks if necessary."""
         record = asdict(self)
         for first in range(len(self.marks) + 1):
             marks = self.marks[first:]
@@ -102,7 +101,7 @@ class StartRecord:
 
 
 def parse_start(line: bytes) -> StartRecord | None:
-    """The record in a line; None where it is damaged."""
+    """Parse a line. Returns None if it is damaged."""
     try:
         values: dict[str, Any] = json.loads(line)
         marks = tuple((whole(step), amount(seconds)) for step, seconds in values["marks"])
@@ -130,21 +129,21 @@ def parse_start(line: bytes) -> StartRecord | None:
 
 
 def whole(value: Any) -> int:
-    """The value. Raises ValueError if it is not an integer."""
+    """Return the value. Raises ValueError if it is not an integer."""
     if type(value) is not int:
         raise ValueError(f"{value!r} is no whole number")
     return value
 
 
 def amount(value: Any) -> float:
-    """The value. Raises ValueError unless it is a finite number of at least 0."""
+    """Return the value as a float. Raises ValueError unless it is finite and at least 0."""
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{value!r} is no time")
     return float(value)
 
 
 def read_starts(folder: Path) -> list[StartRecord]:
-    """The starts of a run, in order; damaged lines are left out. Raises OSError."""
+    """Read the launches of a run in order, skipping damaged lines. Raises OSError."""
     found: list[StartRecord] = []
     with contextlib.suppress(FileNotFoundError), open(folder / STARTS_FILE, "rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
@@ -159,9 +158,9 @@ def read_starts(folder: Path) -> list[StartRecord]:
 
 @dataclass(frozen=True)
 class GoodputReport:
-    """Where the time of a run went, in minutes since its first start.
+    """Breakdown of the time since the first launch of a run, in minutes.
 
-    lost: {one of REASONS: minutes}. clock_set_back: gaps between starts that were negative.
+    lost: {one of REASONS: minutes}. clock_set_back: number of negative gaps between launches.
     """
 
     starts: int
@@ -176,12 +175,12 @@ class GoodputReport:
 
     @property
     def ettr(self) -> float:
-        """The effective training time ratio (arXiv 2410.21680)."""
+        """Effective training time ratio (arXiv 2410.21680)."""
         unproductive = sum(self.lost[name] for name in NOT_PRODUCTIVE)
         return max(0.0, 1 - unproductive / self.minutes) if self.minutes else 0.0
 
     def to_summary(self) -> dict[str, Any]:
-        """The fields of summary.json."""
+        """Return the fields for summary.json."""
         return {
             "starts": self.starts,
             "minutes": self.minutes,
@@ -193,7 +192,9 @@ class GoodputReport:
         }
 
     def line(self) -> str:
-        """goodput 87.5 % of 2h14m in 3 starts, ETTR 92.0 %; lost: repeated steps 8m00s, start-up 2m43s"""
+        """Format as:
+        goodput 87.5 % of 2h14m in 3 starts, ETTR 92.0 %; lost: repeated steps 8m00s, start-up 2m43s
+        """
         shown = sorted(self.lost.items(), key=lambda item: -item[1])
         words = [(REASONS[name], MINUTE * minutes) for name, minutes in shown]
         lost = ", ".join(f"{name} {duration(seconds)}" for name, seconds in words if seconds >= 1)
@@ -208,23 +209,23 @@ class GoodputReport:
 
 
 def reckon(starts: Sequence[StartRecord], skipped_seconds: float = 0.0) -> GoodputReport:
-    """Where the time of these starts went; the last of them is the present one.
+    """Compute the report of these launches, the last of which is the current one.
 
-    skipped_seconds: in steps that were not repeated, but changed no weights.
+    skipped_seconds: time in skipped steps, which were not repeated but changed no weights.
     """
     useful = 0.0
     lost = dict.fromkeys(REASONS, 0.0)
     total = 0.0
     set_back = 0
     for index, start in enumerate(starts):
-        # steps that no later start has trained again
+        # steps that no later launch has retrained
         later = [other.first_step - 1 for other in starts[index + 1:] if other.first_step is not None]
         kept = start.seconds_until(min(later)) if later else start.in_steps
         useful += kept
         repeated = start.in_steps - kept + start.repeated
         lost["repeated_steps"] += repeated
 
-        # what else the start did
+        # the remaining time of the launch
         start_up = start.start_up
         known = start.in_steps + start.repeated + start.saving + start.validation
         if start.first_step is None:
@@ -236,7 +237,7 @@ def reckon(starts: Sequence[StartRecord], skipped_seconds: float = 0.0) -> Goodp
         lost["other"] += seconds - known - start_up
         total += seconds
 
-        # until the next one
+        # the gap before the next launch
         if index + 1 < len(starts) and start.exit_code != FINISHED:
             gap = starts[index + 1].time - (start.time + seconds)
             set_back += gap < 0
@@ -249,13 +250,13 @@ def reckon(starts: Sequence[StartRecord], skipped_seconds: float = 0.0) -> Goodp
     return GoodputReport(len(starts), total / MINUTE, (useful - skipped) / MINUTE, minutes_lost, set_back)
 
 
-# ---- the present start -------------------------------------------------------------------------------------
+# ---- the current launch ------------------------------------------------------------------------------------
 
 
 class GoodputClock(Extra):
-    """The present start: call its methods as the run goes on, and end() at its end.
+    """Track the time of the current launch; call end() when it ends.
 
-    folder: of the run, or None if this rank writes nothing. seconds_before: since this process was started.
+    folder: the run folder, or None if this rank does not write. seconds_before: age of this process.
     trouble (attribute): why the record is not written, or None.
     """
 
@@ -266,7 +267,7 @@ class GoodputClock(Extra):
         self.earlier: list[StartRecord] = []
         self.fd: int | None = None
         self.offset = 0  # of the line in the file
-        self.written = -math.inf  # when the line was written, by the monotonic clock
+        self.written = -math.inf  # monotonic time of the last write
         self.trouble: str | None = None
         if folder is not None:
             self.path = folder / STARTS_FILE
@@ -278,7 +279,7 @@ class GoodputClock(Extra):
         self.write()
 
     def open(self) -> None:
-        """Opens the file behind its last whole line. Raises OSError."""
+        """Open the file and position after its last complete line. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self.offset = os.fstat(self.fd).st_size
@@ -287,7 +288,7 @@ class GoodputClock(Extra):
             self.offset += 1
 
     def write(self) -> None:
-        """Rewrites the line. Raises nothing: a full disk ends no run."""
+        """Rewrite the line. Never raises, since a full disk must not end a run."""
         now = time.monotonic()
         self.record = replace(self.record, seconds=now - self.began)
         self.written = now
@@ -305,7 +306,7 @@ class GoodputClock(Extra):
 
     @contextlib.contextmanager
     def spending(self, name: str) -> Iterator[None]:
-        """Counts the time inside as "saving" or "validation"."""
+        """Count the time inside as "saving" or "validation"."""
         began = time.monotonic()
         try:
             yield
@@ -330,21 +331,21 @@ class GoodputClock(Extra):
             self.write()
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step was made, to which a later start may go back."""
+        """Record a checkpoint of this step, which a later launch may resume from."""
         marks = [mark for mark in self.record.marks if mark[0] < step]
         marks.append((step, self.record.in_steps))
         self.record = replace(self.record, marks=tuple(marks[-MAX_MARKS:]))
         self.write()
 
     def rewound(self, step: int) -> None:
-        """The steps after this one are trained again, in this start."""
+        """Record that this launch was rewound and retrains the steps after this one."""
         record = self.record
         if record.first_step is None or step >= record.last_step:
             return
         kept = record.seconds_until(step)
         self.record = replace(
             record,
-            first_step=min(record.first_step, step + 1),  # steps of an earlier start are trained again, too
+            first_step=min(record.first_step, step + 1),  # may also retrain steps of an earlier launch
             last_step=step,
             in_steps=kept,
             repeated=record.repeated + record.in_steps - kept,
@@ -353,7 +354,7 @@ class GoodputClock(Extra):
         self.write()
 
     def report(self, skipped_seconds: float = 0.0) -> GoodputReport:
-        """The report until now. skipped_seconds: see reckon."""
+        """Return the report up to now. skipped_seconds: see reckon."""
         self.write()
         return reckon([*self.earlier, self.record], skipped_seconds)
 
@@ -363,7 +364,7 @@ class GoodputClock(Extra):
         self.close_file()
 
     def forget(self) -> None:
-        """Takes the line back: nothing was started."""
+        """Remove the line of a launch that did not train."""
         with contextlib.suppress(OSError):
             if self.fd is not None:
                 os.ftruncate(self.fd, self.offset)
@@ -379,7 +380,7 @@ class GoodputClock(Extra):
 
 @contextlib.contextmanager
 def recorded_start(goodput: GoodputClock) -> Iterator[None]:
-    """Records the exit code of a failure inside. Forgets a start that is refused before its first step."""
+    """Record the exit code of a failure inside. Forget a launch that is rejected before its first step."""
     try:
         yield
     except ConfigError:

@@ -1,22 +1,22 @@
-"""The pipeline's part of a step as one CUDA graph (train.cuda_graphs): recorded once, launched as a whole.
+"""Capture the forward and backward of a step as one CUDA graph (train.cuda_graphs).
 
-This helps where the host is slower than its GPU: a small model, a short sequence.
+This helps when the host cannot keep up with the GPU: small models, short sequences.
 
 A CUDA graph keeps addresses, not values. Weights and gradients have fixed addresses
-(parallel/sharding/bucket.py). What changes from step to step is copied into tensors of the recording before
-each replay: the batches, their step number (for dropout) and the loss scale. Gradient norm, clipping and the
-optimizer's update follow outside of the graph, so the learning rate and the step number stay numbers of the
-host. The same kernels run in the same order, so the results have the same bits.
+(parallel/sharding/bucket.py). Values that change from step to step are copied into static tensors before each
+replay: the batches, their step number (for dropout) and the loss scale. Gradient norm, clipping and the
+optimizer update stay outside of the graph, so the learning rate and the step number remain host numbers. The
+same kernels run in the same order, so results are bitwise identical.
 
-A mixture of experts divides its rows again in each step. Its numbers of rows are tensors of the recording,
-which its kernels read (kernels/grouped_gemm.py); what it allocates is as large as any division needs.
+An MoE model routes a different number of rows to each expert in each step. The row counts are static tensors
+that its kernels read (kernels/grouped_gemm.py), and its buffers are sized for any split.
 
-A batch-size ramp (train.ramp) needs one recording for each number of microbatches. Only one is kept at a
-time: a ramp never returns to an earlier number, so the memory of the old recording is free for the next one.
-`cuda_graph_rules` in config/reading/rules.py refuses configs that a recording cannot hold.
+A batch-size ramp (train.ramp) needs one graph per number of microbatches. Only one is kept at a time: a ramp
+never returns to an earlier number, so the memory of the old graph is reused for the next one.
+`cuda_graph_rules` in config/reading/rules.py rejects configs that cannot be captured.
 
-A CPU cannot record. There a replay runs the pipeline again, over the same held tensors; the tests use this,
-and for mixtures a recording of operations and launches (tests/capture.py).
+A CPU cannot capture. There a replay reruns the pipeline over the same static tensors; the tests use this, and
+for MoE models a recording of operations and launches (tests/capture.py).
 """
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,15 +29,15 @@ from parallel.pipeline.executor import Pipeline
 from parallel.pipeline.schedule import Op
 from parallel.sharding.bucket import Bucket
 
-# steps before the recording: kernels are compiled, libraries choose theirs and allocate their workspaces
+# eager steps before the capture: kernels are compiled, libraries pick theirs and allocate workspaces
 WARM_UP_STEPS = 2
 
 
 class RecordedPipeline:
-    """Runs a pipeline as Pipeline.run does: first itself, then by a recording of that.
+    """Run a pipeline like Pipeline.run, first eagerly and then by replaying a captured graph.
 
-    pipeline: of one rank, so a step has the same ops each time. buckets: of its weights, which a recording
-    quantizes itself: what it repeats begins with that.
+    pipeline: this rank's pipeline, whose ops are the same in every step. buckets: the buckets of its weights.
+    Their quantized copies are dropped before each step, so that the graph starts by quantizing them.
     """
 
     def __init__(self, pipeline: Pipeline, device: torch.device, buckets: Sequence[Bucket] = ()) -> None:
@@ -46,19 +46,19 @@ class RecordedPipeline:
         self.device = device
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.steps_run = 0  # with this number of microbatches
-        self.replay: Callable[[], object] | None = None  # None until the recording is made
+        self.replay: Callable[[], object] | None = None  # None until the graph is captured
 
-        # what is recorded, tensors at fixed addresses: the inputs, and the loss
+        # static tensors of the graph: the inputs and the loss
         self.ops: list[Op] = []
         self.batches: list[Microbatch] = []
-        self.step_numbers: list[Tensor] = []  # of each batch, int64 []
+        self.step_numbers: list[Tensor] = []  # one int64 [] per batch
         self.scale = torch.ones(())
         self.loss: Tensor | None = None
 
     def run(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor) -> Tensor:
-        """Returns the loss of Pipeline.run, as a copy that the next replay does not overwrite.
+        """Return the loss of Pipeline.run, as a copy that the next replay does not overwrite.
 
-        Raises ValueError if a microbatch has another shape than in the recording.
+        Raises ValueError if a microbatch has another shape than the captured one.
         """
         for bucket in self.buckets:
             bucket.weights.drop_quantized()
@@ -72,11 +72,11 @@ class RecordedPipeline:
         if self.replay is None:
             self.replay = self.record()
         self.replay()
-        assert self.loss is not None  # the replay has set it
+        assert self.loss is not None  # set by the replay
         return self.loss.clone()
 
     def allocate_inputs(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor) -> None:
-        """Drops the recording and allocates inputs of the microbatches' number and shapes."""
+        """Drop the graph and allocate static inputs with the number and shapes of these microbatches."""
         self.steps_run = 0
         self.replay = None
         self.loss = None
@@ -86,11 +86,11 @@ class RecordedPipeline:
         self.batches = []
         for batch, step_number in zip(microbatches, self.step_numbers):
             copies = {name: tensor.clone() for name, tensor in batch.tensors().items()}
-            # a recording holds for any number of documents
+            # the graph is valid for any number of documents
             self.batches.append(replace(batch, step=step_number, document_counts=None, **copies))
 
     def copy_inputs(self, microbatches: Sequence[Microbatch], scale: Tensor) -> None:
-        """Copies this step's values into the inputs. Raises ValueError if a shape differs from theirs."""
+        """Copy this step's values into the static inputs. Raises ValueError if a shape differs."""
         for held, step_number, batch in zip(self.batches, self.step_numbers, microbatches):
             new_shapes = shapes(batch)
             held_shapes = shapes(held)
@@ -103,11 +103,11 @@ class RecordedPipeline:
         self.scale.copy_(scale)
 
     def run_pipeline(self) -> Tensor:
-        """The part of a step that is recorded."""
+        """Run the part of a step that is captured."""
         return self.pipeline.run(self.ops, self.batches, self.scale)
 
     def run_on_side_stream(self) -> Tensor:
-        """Runs the pipeline on a stream of its own, as the recording will. On a CPU: just runs it."""
+        """Run the pipeline on a side stream, as the capture will; on a CPU just run it."""
         if self.side_stream is None:
             return self.run_pipeline()
         current = torch.cuda.current_stream(self.device)
@@ -119,19 +119,19 @@ class RecordedPipeline:
         return loss
 
     def record(self) -> Callable[[], object]:
-        """Records the pipeline. Returns what repeats it over the inputs, into the same `loss`."""
+        """Capture the pipeline. Returns a function that replays it on the static inputs into `loss`."""
         def run() -> None:
             self.loss = self.run_pipeline()
 
         if self.side_stream is None:
             return run
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the threads of the loader and of the saver may call CUDA while this one records
+        # thread_local: loader and saver threads may call CUDA during the capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             run()
         return graph.replay
 
 
 def shapes(batch: Microbatch) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor but `step`, which is a tensor in the recording alone."""
+    """Return the shapes of all tensors except `step`, which is a tensor only in the graph."""
     return {name: tuple(tensor.shape) for name, tensor in batch.tensors().items() if name != "step"}

@@ -1,9 +1,9 @@
-"""The file metrics.jsonl: appended in whole lines, truncated at a resume, read back.
+"""Write, truncate and read metrics.jsonl.
 
-Guarantees: each step is there once, whatever killed an earlier run; a float reads back bit for bit; every
-line is valid JSON (a value that is not finite is null, and the line says nonfinite). A full disk drops
-records and raises nothing. Lines of steps that will be trained again are cut off, which takes no space; where
-they cannot be removed, it is an error, because each would be there twice.
+Guarantees: each step appears once, even if an earlier run was killed; floats round-trip bit for bit; every
+line is valid JSON (non-finite values are null, and the line says nonfinite). On a full disk records are
+dropped without an error. Lines of steps that will be retrained are truncated, which needs no space; if that
+fails it is an error, because the steps would appear twice.
 """
 import contextlib
 import json
@@ -15,17 +15,17 @@ from typing import Any
 
 NAME = "metrics.jsonl"
 LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; any other line is torn or foreign
-SKIPPED = b'"skipped": 1'  # is in the lines of skipped steps
-NO_TARGETS = b'"targets": 0,'  # is in the lines of steps in which no target counts
-EVALUATION = b'"val_loss"'  # is in the lines of evaluations
+SKIPPED = b'"skipped": 1'  # marks lines of skipped steps
+NO_TARGETS = b'"targets": 0,'  # marks lines of steps without targets that count
+EVALUATION = b'"val_loss"'  # marks lines of evaluations
 
 Rows = list[dict[str, Any]]
 
 
 class MetricsFile:
-    """The file of one run, open for appending.
+    """The metrics.jsonl of one run, open for appending.
 
-    start_step: of the checkpoint that the run resumes from. Raises OSError if later lines cannot be removed.
+    start_step: the step that the run resumes from. Raises OSError if later lines cannot be removed.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -42,19 +42,19 @@ class MetricsFile:
             self.trouble = error.strerror
 
     def rewind(self, step: int) -> None:
-        """Removes the lines after this step. Raises OSError; the file is then as it was."""
+        """Remove the lines after this step. Raises OSError and then leaves the file unchanged."""
         self.close()
         truncate_after(self.path, step or -1)  # a run from step 0 evaluates step 0 again
 
     def open(self) -> int:
-        """Returns the file's descriptor; opens the file if needed. Raises OSError."""
+        """Return the file descriptor, opening the file if needed. Raises OSError."""
         if self.fd is None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
             self.fd = os.open(self.path, flags, 0o666)
         return self.fd
 
     def add(self, rows: Rows) -> None:
-        """Appends one line a row, all in one write; the next start removes a half line that a kill leaves."""
+        """Append one line per row in a single write; the next launch removes a line cut short by a kill."""
         if not rows:
             return
         lines = [json.dumps(finite_row(row), allow_nan=False) + "\n" for row in rows]
@@ -66,7 +66,7 @@ class MetricsFile:
             self.trouble = error.strerror
 
     def append(self, block: bytes) -> None:
-        """Writes all of the block or nothing. Raises OSError."""
+        """Append all of the block or nothing. Raises OSError."""
         fd = self.open()
         old_size = os.fstat(fd).st_size
         written = 0
@@ -74,18 +74,18 @@ class MetricsFile:
             while written < len(block):
                 written += os.write(fd, block[written:])
         except OSError:
-            os.ftruncate(fd, old_size)  # the disk is full: leave no half line
+            os.ftruncate(fd, old_size)  # the disk is full: leave no partial line
             raise
 
     def warning(self) -> str | None:
-        """The first call says what went wrong, later ones return None."""
+        """Return what went wrong on the first call, and None after that."""
         if not self.trouble or self.warned:
             return None
         self.warned = True
         return f"{self.path}: {self.trouble}; training goes on without these records"
 
     def close(self) -> int:
-        """Closes the file. Returns the number of dropped records."""
+        """Close the file. Returns the number of dropped records."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -93,7 +93,7 @@ class MetricsFile:
 
 
 def finite_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row for JSON, which has no NaN: None for floats that are not finite, and a field that says so."""
+    """Make a row valid JSON: replace non-finite floats by None and add a field that says so."""
     bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
     if not bad:
         return row
@@ -101,14 +101,14 @@ def finite_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keeps only the whole lines up to `step`, atomically. Raises OSError; the file is then as it was.
+    """Keep only the complete lines up to `step`, atomically. Raises OSError and leaves the file unchanged.
 
-    What goes is the end of the file, which is cut off, on a full disk too. Only where a damaged line stands
-    between others, those that stay are written into a new file.
+    The end of the file is truncated, which works on a full disk. Only if a damaged line is between others are
+    the lines to keep written to a new file.
     """
     if not path.exists():
         return
-    first_lines = 0  # bytes of those before the first that goes
+    first_lines = 0  # bytes before the first line to remove
     with open(path, "rb") as file:
         for line in file:
             if not is_kept(line, step):
@@ -123,13 +123,13 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def is_kept(line: bytes, step: int) -> bool:
-    """Whether it is a whole line of a step up to this one."""
+    """Return whether this is a complete line of a step up to this one."""
     found = LINE.fullmatch(line)
     return found is not None and int(found[1]) <= step
 
 
 def cut(path: Path, size: int) -> None:
-    """Cuts off what comes after the first `size` bytes. Raises OSError."""
+    """Truncate the file to `size` bytes. Raises OSError."""
     if path.stat().st_size == size:
         return
     with open(path, "r+b") as file:
@@ -138,7 +138,7 @@ def cut(path: Path, size: int) -> None:
 
 
 def rewrite(path: Path, step: int) -> None:
-    """Replaces the file by one of the lines that are kept. Raises OSError; the file is then as it was."""
+    """Replace the file by one with the lines to keep. Raises OSError and leaves the file unchanged."""
     temp = path.with_name(path.name + ".tmp")
     try:
         with open(path, "rb") as old, open(temp, "wb") as new:
@@ -153,9 +153,9 @@ def rewrite(path: Path, step: int) -> None:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The row in a line; None where it is damaged.
+    """Parse a line. Returns None if it is damaged.
 
-    Damaged: no JSON, a value that is not a number, or neither a step nor an evaluation.
+    It is damaged if it is not JSON, has a value that is not a number, or is neither a step nor an evaluation.
     """
     try:
         row = json.loads(line)
@@ -169,9 +169,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def is_number_or_list(value: object) -> bool:
-    """Whether the value is None, a finite number, or a list of these.
+    """Return whether the value is None, a finite number, or a list of these.
 
-    Raises OverflowError for an integer that no float holds.
+    Raises OverflowError for an integer that does not fit a float.
     """
     elements = value if isinstance(value, list) else [value]
     return all(is_finite_or_none(element) for element in elements)
@@ -184,11 +184,10 @@ def is_finite_or_none(value: object) -> bool:
 def read_metrics(
     run_dir: Path, max_steps: int = 20_000, damaged_lines: list[int] | None = None
 ) -> tuple[Rows, Rows]:
-    """Returns the step rows and the evaluation rows of a run folder, in order; empty without a file.
+    """Return (step rows, evaluation rows) of a run folder, in order; empty if there is no file.
 
-    max_steps: of more steps than this, only every n-th is read, and the last one: parsing a million takes
-    longer than drawing them.
-    damaged_lines: gets the numbers of the damaged lines, which are left out.
+    max_steps: with more steps than this, only every n-th and the last are read, since parsing a million takes
+    longer than plotting them. damaged_lines: receives the numbers of damaged lines, which are skipped.
     """
     path = Path(run_dir) / NAME
     if not path.exists():
@@ -218,7 +217,7 @@ def read_metrics(
 
 
 def skipped_seconds(run_dir: Path) -> float:
-    """Seconds of the steps that changed no weights. Raises OSError."""
+    """Return the seconds spent in steps that changed no weights. Raises OSError."""
     path = Path(run_dir) / NAME
     if not path.exists():
         return 0.0
@@ -228,7 +227,7 @@ def skipped_seconds(run_dir: Path) -> float:
 
 
 def steps_without_targets(run_dir: Path) -> int:
-    """How many steps had no target that counts. Raises OSError."""
+    """Return the number of steps in which no target counted. Raises OSError."""
     path = Path(run_dir) / NAME
     if not path.exists():
         return 0
@@ -237,9 +236,7 @@ def steps_without_targets(run_dir: Path) -> int:
 
 
 def is_missing(row: dict[str, Any], name: str) -> bool:
-    """Whether a row has no loss of this name because no target counted. One that is null for another reason
-    was not finite.
-    """
+    """Return whether a loss is null because no target counted, rather than because it was not finite."""
     return row[name] is None and not row.get("nonfinite")
 
 

@@ -1,16 +1,15 @@
-"""The reports of a run while it trains: metrics.jsonl (the record that counts), the console and W&B.
+"""Log a run during training: metrics.jsonl (the authoritative record), the console and W&B.
 
 Only rank 0 writes.
 
 Guarantees
-- A step has no host sync: loss, gradient norm and verdict stay on the device and are read together, every
+- No host sync per step: loss, gradient norm and verdict stay on the device and are read together every
   log.every steps.
-- metrics.jsonl holds each step once: a resumed run first removes what a killed run wrote after its checkpoint
+- metrics.jsonl has each step once: a resumed run first removes what a killed run wrote after its checkpoint
   (lines.py).
 - A full disk, a closed stdout or a failure of W&B does not stop training. Lost records are counted and
   reported at the end.
-- Times are monotonic. On a GPU they are the device's own (CUDA events), because the host runs ahead of the
-  device.
+- Times are monotonic. On a GPU they are measured on the device (CUDA events), because the host runs ahead.
 """
 import contextlib
 import dataclasses
@@ -60,11 +59,11 @@ from runtime.wandb_sink import WandbSink
 
 DeviceEvent = torch.cuda.Event | torch.mps.Event
 
-NOISE_DECAY = 0.95  # of the running means behind the noise scale
-ESCAPE_LENGTH = 10  # of a character that is shown as an escape, at most
-ETA_WINDOW = 64  # steps whose median time gives the ETA
-ALL_STEPS = 1 << 40  # more rows than any run has: read_metrics then skips none
-SLOW_FIELDS = {  # of metrics.jsonl: what is slow costs so much
+NOISE_DECAY = 0.95  # of the running means of the noise scale
+ESCAPE_LENGTH = 10  # maximum length of an escaped character
+ETA_WINDOW = 64  # the ETA uses the median time of this many steps
+ALL_STEPS = 1 << 40  # more rows than any run has, so that read_metrics skips none
+SLOW_FIELDS = {  # metrics.jsonl fields with the cost of a slow rank or link
     COMPUTE: "slow_compute_ms",
     DATA: "slow_data_ms",
     LINK: "slow_link_ms",
@@ -73,10 +72,10 @@ SLOW_FIELDS = {  # of metrics.jsonl: what is slow costs so much
 
 
 class SmoothedNoise:
-    """The gradient noise scale as a ratio of two running means (optim/noise.py estimates its parts).
+    """Gradient noise scale as a ratio of two running means; optim/noise.py estimates the two parts.
 
-    Each part alone is unbiased, but the ratio of one step is noise and may be negative. rows: the lines of
-    metrics.jsonl that a resumed run keeps; the means continue from them.
+    Each part is unbiased, but their ratio in a single step is mostly noise and may be negative. rows: the
+    rows of metrics.jsonl that a resumed run keeps, which initialize the means.
     """
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
@@ -86,10 +85,9 @@ class SmoothedNoise:
             self.update(parts, is_good=not row.get("skipped"))
 
     def update(self, parts: Sequence[float | None], is_good: bool) -> dict[str, float | None]:
-        """Adds one step. Returns its fields of metrics.jsonl: noise_scale in tokens, None if unknown.
+        """Add one step. Returns its metrics.jsonl fields; noise_scale is in tokens, None if unknown.
 
-        parts: [S, |G|^2] of the step, or empty. A step that was skipped (not is_good) does not change the
-        means.
+        parts: [S, |G|^2] of the step, or empty. A skipped step (not is_good) does not change the means.
         """
         known = [part for part in parts if part is not None and math.isfinite(part)]
         if len(parts) != 2 or len(known) != 2:
@@ -121,29 +119,29 @@ class PendingStep:
 
     step: int
     learning_rate: float
-    host_ms: float  # of the whole step, by the host's clock
-    data_ms: float  # of these, waiting for data
-    scalars: Tensor  # [4 or 6]: loss, norm, verdict, targets, and the two parts of the noise scale
+    host_ms: float  # the whole step, by the host's clock
+    data_ms: float  # the part of host_ms spent waiting for data
+    scalars: Tensor  # [4 or 6]: loss, norm, verdict, targets, then the two parts of the noise scale
     start: DeviceEvent | None  # None on a CPU
     end: DeviceEvent | None
     router_stats: Tensor | None  # [mixture layers, experts + 4], see runtime/experts.py
     comm: clock.StepTimes | None
 
     def step_ms(self) -> float:
-        """The step's time, by the device's clock where there is one. The device must have finished it."""
+        """Return the step time, by the device's clock if it has one. The device must have finished it."""
         if self.start is None or self.end is None:
             return self.host_ms
-        return self.start.elapsed_time(self.end)  # pyright: ignore[reportArgumentType]  of one device both
+        return self.start.elapsed_time(self.end)  # pyright: ignore[reportArgumentType]  same device
 
 
 class MetricsLogger:
-    """Call header() once, step() once a step, and close() at the end.
+    """Log a run: call header() once, log_step() after each step, and close() at the end.
 
-    log_evaluation(), log_save() and log_line() report what happens between two steps.
+    log_evaluation(), log_save() and log_line() report events between steps.
 
-    cfg: of the whole run, with its phases. steps: the last step of the run. flops_per_token: model FLOPs,
-    forward and backward, in the phase that comes next. start_step: the step of the checkpoint that the run
-    resumes from. goodput: the clock of this start, whose report is among the last lines, if there is one.
+    cfg: the config of the whole run, with all phases. steps: the last step of the run. flops_per_token: model
+    FLOPs, forward and backward, in the first phase to train. start_step: the step that the run resumes from.
+    goodput: the clock of this launch, if any, which is reported in the closing lines.
     """
 
     def __init__(self, run_dir: Path, cfg: Config, env: LaunchEnv, *, steps: int, flops_per_token: float,
@@ -157,31 +155,31 @@ class MetricsLogger:
         self.start_step = start_step
         self.goodput = goodput if env.rank == 0 else None
         self.flops_per_token = flops_per_token
-        # fp8 counts against the peak of bf16, so that the two compare
+        # measure fp8 against the bf16 peak, so that the two are comparable
         dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
         self.peak_flops = peak_flops(env.device, dtype)
         self.open_outputs()
 
-        # steps that are not yet written, and flags that are not yet returned
+        # steps not yet written, and flags not yet returned
         self.pending: list[PendingStep] = []
         self.unreturned: list[int] = []
         self.rows_since_shown: list[dict[str, Any]] = []
-        self.shares: list[StepShares] = []  # of steps that were read, and not yet compared with other ranks
-        self.spikes: list[tuple[int, bool]] = []  # of steps that were read, and not yet returned
+        self.shares: list[StepShares] = []  # read, but not yet compared with other ranks
+        self.spikes: list[tuple[int, bool]] = []  # read, but not yet returned
         self.slow: list[Slow] = []  # for the next row
-        self.last_sample = (self.start_step, "")  # the step, and what the model wrote
-        self.last_step = self.start_step  # that was read
+        self.last_sample = (self.start_step, "")  # (step, generated text)
+        self.last_step = self.start_step  # the last step read
         self.closed = False
 
-        # time
+        # timing
         self.recent_ms: deque[float] = deque(maxlen=ETA_WINDOW)
-        self.seconds_in_steps = 0.0  # the rest of the wall time is evaluation and saving
+        self.seconds_in_steps = 0.0  # the rest of the time is evaluation and saving
         self.created = time.perf_counter()
         self.first_step_began: float | None = None
         self.last_event = self.record_event()
 
     def open_outputs(self) -> None:
-        """Opens metrics.jsonl, the console, W&B and the experts' load map: on rank 0 only."""
+        """Open metrics.jsonl, the console, the sinks and the expert load map, on rank 0 only."""
         is_writer = self.env.rank == 0
         cfg = self.cfg
         self.console = Console(sys.stdout if is_writer else None, self.env.color)
@@ -218,11 +216,11 @@ class MetricsLogger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        """After an error: writes what is known and closes W&B with the error's exit code."""
+        """After an error, write what is pending and close W&B with the error's exit code."""
         if error is not None:
             self.close(f"{type(error).__name__}: {error}", code=code_of(error))
 
-    # ---- once a step ---------------------------------------------------------------------------------------
+    # ---- each step -----------------------------------------------------------------------------------------
 
     def log_step(
         self,
@@ -239,22 +237,22 @@ class MetricsLogger:
         noise_scale_parts: Tensor | None = None,
         comm: clock.StepTimes | None = None,
     ) -> list[int]:
-        """Records one step without waiting for the device.
+        """Record one step without waiting for the device.
 
-        Returns the flags (1: not finite) of the steps with targets that this call has read, oldest first:
-        often none.
+        Returns the flags (1 if not finite) of the steps with targets that this call has read, oldest first;
+        often empty.
 
-        loss, grad_norm, is_good (the update was made), num_targets (that the loss counts): scalars [] on any
-        device; they are copied.
-        seconds: of the whole step on the host. data_seconds: of these, waiting for data.
-        router_stats: the statistics of the routers (RouterStates.stats, model/router_states.py), not copied.
-        noise_scale_parts: the two parts of the noise scale (optim/noise.py), [2].
-        comm: times of this rank's exchanges (parallel/wire/clock.py); read when the device's numbers are.
+        loss, grad_norm, is_good (whether the update was applied), num_targets (targets that count in the
+        loss): scalars [] on any device; they are copied.
+        seconds: time of the whole step on the host. data_seconds: the part of it spent waiting for data.
+        router_stats: RouterStates.stats (model/router_states.py), not copied.
+        noise_scale_parts: [2], the two parts of the noise scale (optim/noise.py).
+        comm: times of this rank's collectives (parallel/wire/clock.py), read together with the scalars.
         """
         parts = [loss, grad_norm, is_good, num_targets]
         if noise_scale_parts is not None:
             parts += list(noise_scale_parts)
-        dtype = torch.float32 if self.env.device.type == "mps" else torch.float64  # which has no fp64
+        dtype = torch.float32 if self.env.device.type == "mps" else torch.float64  # MPS has no fp64
         scalars = torch.stack([part.detach().to(dtype) for part in parts])  # a copy, not a reference
         end = self.record_event()
         if self.first_step_began is None:
@@ -276,11 +274,11 @@ class MetricsLogger:
             self.read_pending()
             self.show()
         elif self.cfg.optim.spike_rewind is not None:
-            self.read_pending()  # a run that may go back knows of each step when it ends
+            self.read_pending()  # a run that may be rewound reads each step when it ends
         return self.take_flags()
 
     def flush(self) -> list[int]:
-        """Reads and writes every pending step. Returns the flags that no call has returned yet.
+        """Read and write all pending steps. Returns the flags not yet returned.
 
         Call it before a checkpoint is committed, so that metrics.jsonl is never behind a checkpoint.
         """
@@ -288,7 +286,7 @@ class MetricsLogger:
         if self.experts:
             try:
                 self.experts.save()
-            except OSError as error:  # a failed picture does not end a run
+            except OSError as error:  # a failed plot does not end a run
                 self.log_line(f"warning: {self.experts.file} was not written: {error.strerror}")
         return self.take_flags()
 
@@ -298,13 +296,13 @@ class MetricsLogger:
         return flags
 
     def take_spikes(self) -> list[tuple[int, bool]]:
-        """(step, whether it was a spike) of the finite steps that were read since the last call."""
+        """Return (step, whether it was a spike) for the finite steps read since the last call."""
         found = self.spikes
         self.spikes = []
         return found
 
     def add_spike(self, row: dict[str, Any]) -> None:
-        """Keeps for take_spikes() what a row says; a spike has a line of its own on the console."""
+        """Keep a row's verdict for take_spikes(), and report a spike on the console."""
         is_spike = bool(row.get("spike"))
         if self.cfg.optim.spike_sigma is not None and (is_spike or not row["skipped"]):
             self.spikes.append((row["step"], is_spike))
@@ -313,7 +311,7 @@ class MetricsLogger:
             self.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
 
     def rewind(self, step: int) -> None:
-        """The steps after this one are trained again: what was written of them is removed. Raises OSError."""
+        """Remove what was written about the steps after this one, which are retrained. Raises OSError."""
         self.read_pending()
         self.rows_since_shown = []
         self.shares = []
@@ -331,14 +329,16 @@ class MetricsLogger:
             self.smoothed_noise = SmoothedNoise(read_metrics(self.run_dir, ALL_STEPS)[0])
 
     def take_shares(self) -> list[StepShares]:
-        """Where the time of the steps went on this rank that were read since the last call: on all ranks
-        those of the same steps. The first step of a process is left out: it compiles and connects."""
+        """Return this rank's time breakdown of the steps read since the last call.
+
+        All ranks return the same steps. Omits the first step of a process, which compiles and connects.
+        """
         shares = [share for share in self.shares if share.step > self.start_step + 1]
         self.shares = []
         return shares
 
     def log_slow(self, step: int, lines: Sequence[str], slow: Sequence[Slow]) -> None:
-        """Reports slow ranks and links: on the console, in the next row and in the sinks."""
+        """Report slow ranks and links on the console, in the next row and in the sinks."""
         for line in lines:
             self.log_line(line)
         self.slow = [*slow]
@@ -346,7 +346,7 @@ class MetricsLogger:
             self.put(step, {f"train/{name}": value for name, value in slow_fields(slow).items()})
 
     def record_event(self) -> DeviceEvent | None:
-        """An event on the device's stream; None on a CPU, where the host's clock is right."""
+        """Record an event on the device's stream; None on a CPU, where the host clock is accurate."""
         if self.env.device.type == "cpu":
             return None
         event_class = torch.mps.Event if self.env.device.type == "mps" else torch.cuda.Event
@@ -355,7 +355,7 @@ class MetricsLogger:
         return event
 
     def read_pending(self) -> None:
-        """Reads the pending steps and writes their rows. The one place that waits for the device."""
+        """Read the pending steps and write their rows. The only host sync of logging."""
         if not self.pending:
             return
         scalars: list[float] = torch.cat([pending.scalars for pending in self.pending]).tolist()
@@ -380,8 +380,8 @@ class MetricsLogger:
         self.write(rows)
 
     def put(self, step: int, values: dict[str, Any]) -> None:
-        """Sends values to the sinks, with the tokens up to this step, and the FLOPs where all tokens take as
-        many: axes to compare runs at."""
+        """Send values to the sinks, with tokens as an axis to compare runs, and FLOPs if all tokens cost the
+        same."""
         tokens = self.phases.tokens_seen(step)
         axes: dict[str, float] = {"tokens": tokens}
         if len(self.phases.all) == 1:
@@ -390,7 +390,7 @@ class MetricsLogger:
             sink.put(step, values | axes)
 
     def make_row(self, pending: PendingStep, scalars: list[float], memory_gib: float) -> dict[str, Any]:
-        """The line of one step in metrics.jsonl, its fields in their order."""
+        """Return the metrics.jsonl row of one step, with its fields in order."""
         loss, grad_norm, is_good, num_targets, *noise_scale_parts = scalars
         has_targets = num_targets > 0
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
@@ -408,7 +408,7 @@ class MetricsLogger:
         flops = tokens_per_s_per_gpu * self.flops_per_token
         row: dict[str, Any] = {
             "step": step,
-            "loss": loss if has_targets else None,  # a mean over nothing
+            "loss": loss if has_targets else None,  # otherwise a mean over nothing
             "grad_norm": grad_norm if has_targets else None,
             "lr": pending.learning_rate,
             "tokens": phase.tokens_seen(step),
@@ -440,19 +440,19 @@ class MetricsLogger:
         return row
 
     def utilization(self, flops: float) -> float | None:
-        """MFU of a GPU that does `flops` a second; None where the device's peak is unknown."""
+        """Return the MFU at `flops` per second and GPU, or None if the device's peak is unknown."""
         return flops / self.peak_flops if self.peak_flops else None
 
     def peak_memory_gib(self) -> float:
-        """Peak memory: of the allocator on a GPU, of the process on a CPU."""
+        """Return the peak memory of the allocator on a GPU, or of the process on a CPU."""
         if self.env.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.env.device) / 2**30
-        if self.env.device.type == "mps":  # what the allocator has taken; it gives nothing back
+        if self.env.device.type == "mps":  # held by the allocator, which never shrinks
             return torch.mps.driver_allocated_memory() / 2**30
         return peak_process_bytes() / 2**30
 
     def write(self, rows: list[dict[str, Any]]) -> None:
-        """Appends rows to metrics.jsonl and prints the warnings of the file and of W&B, each once."""
+        """Append rows to metrics.jsonl, and print the warnings of the file and the sinks, each once."""
         if not self.file:
             return
         self.file.add(rows)
@@ -469,10 +469,10 @@ class MetricsLogger:
         notes: Sequence[str] = (),
         provenance: Tree | None = None,
     ) -> None:
-        """Prints what is about to run.
+        """Print the header.
 
-        parameters: (all, without embeddings). notes: one line each, such as the resume. provenance: what
-        makes the run, for W&B and TensorBoard.
+        parameters: (total, without embeddings). notes: one line each, such as the resume. provenance: code,
+        weights and data of the run, for W&B and TensorBoard.
         """
         console = self.console
         console.write_wrapped(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
@@ -501,7 +501,7 @@ class MetricsLogger:
         self.describe_to_sinks(parameters, data, provenance)
 
     def describe_to_sinks(self, parameters: tuple[int, int], data: str, provenance: Tree | None) -> None:
-        """Tells the sinks what config.yaml does not say: sizes, ranks, device, FLOPs, code."""
+        """Send the facts that config.yaml lacks to the sinks: sizes, ranks, device, FLOPs, code."""
         total, without_embeddings = parameters
         facts = {
             "parameters": total,
@@ -522,14 +522,14 @@ class MetricsLogger:
             sink.describe(facts)
 
     def length_text(self, parameters: int) -> str:
-        """600 steps = 1.23M tokens (1.4 tok/param)"""
+        """Format as "600 steps = 1.23M tokens (1.4 tok/param)"."""
         tokens = self.phases.tokens_seen(self.steps)
         ratio = tokens / max(parameters, 1)
         digits = f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2g}"
         return f"{self.steps:,} steps = {short_number(tokens)} tokens ({digits} tok/param)"
 
     def show(self) -> None:
-        """Prints the line of the newest step, with the rates since the line before."""
+        """Print the line of the newest step, with the rates since the previous line."""
         rows = self.rows_since_shown
         first, last = rows[0], rows[-1]
         seconds = max(sum(row["step_ms"] for row in rows) / 1000, 1e-9)
@@ -549,10 +549,10 @@ class MetricsLogger:
         self.rows_since_shown = []
 
     def eta(self, step: int) -> float:
-        """Seconds left, at most until train.max_minutes.
+        """Return the seconds left, at most until train.max_minutes.
 
-        A step counts with its median time, which one slow step does not change, and with its share of the
-        time that evaluation and saving have taken so far.
+        A step counts with the median step time, which is robust to single slow steps, plus its share of the
+        time spent in evaluation and saving so far.
         """
         if self.first_step_began is None:
             return math.inf
@@ -578,13 +578,13 @@ class MetricsLogger:
         tasks: Mapping[str, float] | None = None,
         task_lines: Sequence[str] = (),
     ) -> None:
-        """Records a validation: loss in nats a token, perplexity, bits a byte, and a sample of the model.
+        """Record a validation: loss in nats per token, perplexity, bits per byte, and a generated sample.
 
-        A loss is None where no target counts: null in the file, and nothing in W&B.
+        A loss is None if no target counts; it is null in the file and absent in W&B.
 
-        ema_loss: of the moving average of the weights (train.ema): val/ema/loss. source_losses: of each
-        source of a blend, by its name: val/NAME/loss.
-        tasks: metrics of tasks, by their names in the file and in W&B; task_lines: the same for the console.
+        ema_loss: loss of the moving average of the weights (train.ema), logged as val/ema/loss.
+        source_losses: {source of a blend: loss}, logged as val/NAME/loss.
+        tasks: {metric name in the file and in W&B: value}; task_lines: the same for the console.
         """
         self.read_pending()
         values = {"val_loss": val_loss, "val_ppl": val_ppl, "val_bpb": val_bpb}
@@ -598,7 +598,7 @@ class MetricsLogger:
         shown = {name.replace("_", "/", 1): value for name, value in values.items()}
         self.put(step, flatten_row(shown | more))
         if sample:
-            # as it stands, without what could steer a terminal
+            # the raw text, without terminal control characters
             text = "\n".join(visible(line, len(line) * ESCAPE_LENGTH) for line in sample.split("\n"))
             for sink in self.sinks:
                 sink.text(step, "sample", text)
@@ -624,7 +624,7 @@ class MetricsLogger:
         self.last_event = self.record_event()  # the next step starts here
 
     def begin_phase(self, phase: Phase, flops_per_token: float, text: str) -> None:
-        """Reports that a phase begins. text: its line on the console. The ETA counts its steps alone."""
+        """Report that a phase begins, with `text` on the console. The ETA restarts with its steps."""
         self.write_final_rows()
         self.phase = phase
         self.flops_per_token = flops_per_token
@@ -632,30 +632,30 @@ class MetricsLogger:
         self.log_line(text)
 
     def log_save(self, path: Path, size_bytes: int, seconds: float, linked_bytes: int = 0) -> None:
-        """linked_bytes: of size_bytes, those of files that did not change and were linked."""
+        """Report a save. linked_bytes: the part of size_bytes in unchanged files that were hard-linked."""
         size = byte_count(size_bytes)
         if linked_bytes:
             size = f"wrote {byte_count(size_bytes - linked_bytes)}, linked {byte_count(linked_bytes)}"
         self.log_line(f"saved {path} ({size}, {seconds:.1f} s)")
 
     def reopen(self) -> None:
-        """Writes the next rows into a new metrics.jsonl: the file was removed."""
+        """Start a new metrics.jsonl after the file was removed."""
         if self.file:
             self.file.close()
 
     def log_line(self, text: str) -> None:
-        """Prints a line of its own. The time until now belongs to no step."""
+        """Print a line. The time up to now is not counted in any step."""
         self.console.write_wrapped(text)
         self.last_event = self.record_event()
 
     # ---- the end -------------------------------------------------------------------------------------------
 
     def close(self, reason: str | None = None, *, code: int = 0, hints: Sequence[str] = ()) -> None:
-        """Writes what is pending, closes W&B and prints the summary; a second call does nothing.
+        """Write what is pending, close W&B and print the summary; a second call does nothing.
 
-        reason: why the run stopped early, None when it is done. code: the exit code, for W&B.
-        hints: what to type next.
-        Never raises: a report that fails does not lose what was trained.
+        reason: why the run stopped early, or None if it finished. code: the exit code, for W&B.
+        hints: suggested next commands.
+        Never raises, since a failed report must not fail a finished run.
         """
         if self.closed:
             return
@@ -675,14 +675,14 @@ class MetricsLogger:
                 self.console.write(f"warning: the end of the run was not reported in full: {cause}")
 
     def send_picture(self, name: str, path: Path | None) -> None:
-        """Sends a picture to the sinks, if there is one."""
+        """Send a picture to the sinks unless `path` is None."""
         if path is None:
             return
         for sink in self.sinks:
             sink.picture(self.last_step, name, path)
 
     def send_checkpoint(self, step: int, folder: Path) -> None:
-        """Tells the sinks where a checkpoint lies."""
+        """Send the location of a checkpoint to the sinks."""
         told = [self.run_dir / name for name in ("config.yaml", SUMMARY_FILE)]
         for sink in self.sinks:
             sink.checkpoint(step, folder, [file for file in told if file.exists()])
@@ -695,7 +695,7 @@ class MetricsLogger:
             sink.close(code, f"{elapsed}: {reason or f'{self.steps:,} steps'}")
 
     def report_goodput(self) -> None:
-        """Prints the goodput of the run, over all its starts, and sends it to the sinks."""
+        """Print the goodput of the run, over all its launches, and send it to the sinks."""
         if self.goodput is None:
             return
         report = self.goodput.report(skipped_seconds(self.run_dir))
@@ -707,7 +707,7 @@ class MetricsLogger:
         self.put(step, {f"run/{name}": value for name, value in values.items()})
 
     def report_best(self) -> None:
-        """Sends the best validation of the run, over all its starts, to the sinks."""
+        """Send the best validation of the run, over all its launches, to the sinks."""
         best = best_validation(read_metrics(self.run_dir)[1]) if self.file else None
         if best is not None:
             self.put(self.last_step, {"run/best_val_loss": best["val_loss"], "run/best_step": best["step"]})
@@ -718,8 +718,8 @@ class MetricsLogger:
             self.show()
 
     def summary(self, reason: str | None, hints: Sequence[str]) -> None:
-        """Prints the last lines: what was lost, how the run ended, the course of the loss, and the hints."""
-        self.write([])  # prints a warning that came after the last row
+        """Print the closing lines: what was lost, how the run ended, the loss curve, and the hints."""
+        self.write([])  # prints warnings that came after the last row
         dropped = self.file.close() if self.file else 0
         if dropped:
             self.log_line(f"warning: {dropped} records dropped from {self.run_dir}/metrics.jsonl")
@@ -735,14 +735,14 @@ class MetricsLogger:
         if without:
             outcome += f"   {without:,} of {self.last_step:,} steps had no target, and changed nothing"
         step, sample = self.last_sample
-        if step == 0 < self.last_step:  # of the untrained model
+        if step == 0 < self.last_step:  # a sample of the untrained model
             sample = ""
         name = "sample" if step == self.last_step else f"sample of step {step:,}"
         self.console.show_outcome(outcome, sample, name)
         self.console.hints("next", hints)
 
     def read_losses(self) -> list[float]:
-        """The finite losses in metrics.jsonl; warns of damaged lines. Empty on ranks other than 0."""
+        """Return the finite losses of metrics.jsonl and warn of damaged lines; [] on ranks other than 0."""
         if not self.file:
             return []
         damaged: list[int] = []
@@ -757,7 +757,7 @@ class MetricsLogger:
 
 
 def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
-    """The fields of metrics.jsonl for what costs most of what is slow: slow_rank, and one of SLOW_FIELDS."""
+    """Return metrics.jsonl fields for the most costly entry: slow_rank, and one of SLOW_FIELDS."""
     worst = max(slow, key=lambda one: one.excess_ms)
     return {"slow_rank": worst.ranks[0], SLOW_FIELDS[worst.why]: worst.excess_ms}
 
@@ -765,7 +765,7 @@ def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
 # ---- the lines of the header -------------------------------------------------------------------------------
 
 def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
-    """parameters: (all, without embeddings)."""
+    """Describe the model. parameters: (total, without embeddings)."""
     total, without_embeddings = parameters
     all_heads, *shared = model.mixer.heads_over_tp().values() or (0,)
     heads = f"{all_heads} heads"
@@ -792,7 +792,7 @@ def data_parallel_size(cfg: Config, world: int) -> int:
 
 
 def layout_text(cfg: Config, world: int) -> str:
-    """dp counts the replicas of dp_rep, too."""
+    """Describe the layout; dp includes the replicas of dp_rep."""
     parts = [f"world {world} = dp {data_parallel_size(cfg, world)}"]
     for axis in AXES:
         is_in_model = mixture(cfg.model) or not axis.of_experts
@@ -811,7 +811,7 @@ def batch_text(cfg: Config, world: int) -> str:
 
 
 def peak_process_bytes() -> int:
-    """The most memory that this process has held."""
+    """Return the peak memory of this process."""
     try:
         with open("/proc/self/status") as status:
             line = next(line for line in status if line.startswith("VmHWM:"))
@@ -822,7 +822,7 @@ def peak_process_bytes() -> int:
 
 
 def determinism_text(deterministic: bool) -> str:
-    """Says what train.deterministic gives on a GPU, and what it costs (docs/training.md)."""
+    """Describe the effect and the cost of train.deterministic on a GPU (docs/training.md)."""
     if deterministic:
         return "deterministic: the run repeats bit for bit; attention's backward and scatters are slower"
     return "the fastest: the run does not repeat bit for bit (--train.deterministic true: it does, slower)"

@@ -1,35 +1,35 @@
-"""How a job of several ranks ends: all ranks together, at once, with the cause first and one line a rank.
+"""Coordinate the failure of a multi-rank job: all ranks exit at once, the cause first, one line per rank.
 
-The rank that fails first writes its failure into the job's store. On every rank a thread waits for this,
-because the main thread may be inside an exchange that nothing interrupts (gloo returns after the whole
-timeout, NCCL never). A hang on a GPU is not an error of the main thread, which runs ahead of the device or
-is blocked in a full launch queue: another thread finds it (watch_device). Then:
+The first rank to fail writes its failure to the job's store. On every rank a thread waits for that, because
+the main thread may be inside a collective that cannot be interrupted (gloo returns after the whole timeout,
+NCCL never). A hang on a GPU raises no error in the main thread, which runs ahead of the device or is blocked
+in a full launch queue; another thread detects it (watch_device). Then:
 - Each other rank writes what it is doing.
-- The first rank writes the verdict: its error, or which peer it waited for and what that peer does.
-- Every rank writes its exit_reason.rankN.json with the exit code of the cause, and exits. exit_reason.json,
-  the job's, comes from rank 0 or from the rank that failed first.
-- A process that is stopped is killed by another rank on its host.
+- The first rank writes the verdict: its error, or the peer that it waited for and what that peer is doing.
+- Every rank writes its exit_reason.rankN.json with the exit code of the cause, and exits. The job's
+  exit_reason.json comes from rank 0 or from the rank that failed first.
+- A stopped process is killed by another rank on its host.
 - After a hang, every rank that still runs writes stacks.rankN.txt: its last exchanges, the stacks of its
   threads, and where its own exchange failed.
 
-The store is kept by the launcher, or by rank 0. If its host is stopped (not dead), an operation on the store
-never returns, and torch has no timeout that ends it. So no rank waits for the store longer than
-STORE_SECONDS: it then ends by itself, with its own error.
+The store is hosted by the launcher or by rank 0. If that host is stopped (not dead), an operation on the
+store never returns, and torch has no timeout for it. So no rank waits for the store longer than
+STORE_SECONDS; after that it exits on its own, with its own error.
 
-Whoever reaches the port can write into the store. So a word is checked before it is believed: where the
-launcher has given its ranks a secret (scripts/launch.py, train.sbatch), it carries a code that nobody can
-compute without it (HMAC, RFC 2104). A stranger's word can end the job, but never with success.
+Anyone who reaches the port can write to the store, so values are authenticated: if the launcher has given its
+ranks a secret (scripts/launch.py, train.sbatch), each value carries an HMAC (RFC 2104) of it. A foreign value
+can end the job, but never with success.
 
 Keys of the store
     first_failure    the first Failure, or {} once a rank has finished without one
     process/R        the Process of rank R
     state/R          the RankState of rank R, written after the first failure
-    num_states       how many ranks have written theirs
+    num_states       number of ranks that have written their state
     verdict          {line, silent}: the cause in one line, and the ranks that did not write a state
-    num_reasons      how many ranks have written their exit reason
-    steps_done       {found}: told_by_first, of a run with phases
+    num_reasons      number of ranks that have written their exit reason
+    steps_done       {found}: told_by_first, for runs with phases
     auto_layout      {found}: told_by_first, under parallel.auto
-    all_reported     set when they all have, or when the time for it is over
+    all_reported     set once all have written their exit reason, or when time is up
 """
 import contextlib
 import dataclasses
@@ -66,39 +66,39 @@ from runtime.failure import (
 )
 from runtime.processes import parent_of, print_error
 
-# in which a running rank writes its state, on a busy machine too: after a lost connection, whose only use of
-# it is a line; and after a hang, where a rank that does not answer is killed
+# {exit code: time for a running rank to write its state, even on a busy machine}. After a lost connection the
+# state is only reported; after a hang, a rank that does not answer is killed.
 ANSWER_SECONDS = {1: 1.5, HANG: 6.0}
-VERDICT_SECONDS = 8.0  # in which the first rank writes its verdict
-REPORT_SECONDS = 8.0  # in which the others then write their reason; it ends when they have
-STORE_SECONDS = VERDICT_SECONDS + REPORT_SECONDS + 2.0  # in which all words are written; else it is lost
-LIVE_SECONDS = 6.0  # in which a live store answers at all
-EXIT_SECONDS = 3.0  # that the main thread then has to end by itself, and to close its files
+VERDICT_SECONDS = 8.0  # for the first rank to write its verdict
+REPORT_SECONDS = 8.0  # at most, for the others to write their reasons after that
+STORE_SECONDS = VERDICT_SECONDS + REPORT_SECONDS + 2.0  # for all of it; then the store counts as lost
+LIVE_SECONDS = 6.0  # for a live store to answer at all
+EXIT_SECONDS = 3.0  # for the main thread to exit on its own after that, closing its files
 POLL_SECONDS = 0.02
-KEYS_AT_ONCE = 1024  # values of the store that are read in one answer
-DEVICE_POLL_SECONDS = 0.25  # between two looks at what the GPU waits for
+KEYS_AT_ONCE = 1024  # values read from the store per request
+DEVICE_POLL_SECONDS = 0.25  # between checks of what the GPU waits for
 Result = TypeVar("Result")
-# The store is gone, with the rank or the launcher that kept it; or it holds words that no rank wrote.
+# The store is gone with the rank or launcher that hosted it, or it has values that no rank wrote.
 STORE_ERRORS = (RuntimeError, OSError, ValueError, TypeError, KeyError)
 FOREVER = timedelta(days=3650)
-MAX_SILENT = 8  # silent ranks that a message names
-MAX_SUSPECTS = 4  # running ranks that a message names
+MAX_SILENT = 8  # silent ranks named in a message
+MAX_SUSPECTS = 4  # running ranks named in a message
 
 
 class StoreSilent(RuntimeError):
-    """The job's store gave no answer: the host that keeps it is stopped or cut off."""
+    """The job's store does not answer: its host is stopped or cut off."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a job, as the other ranks read it."""
+    """The first failure of a job, as published to the other ranks."""
 
     rank: int
     host: str
     code: int
-    requeue: bool  # whether another start may succeed
+    requeue: bool  # whether a requeue may succeed
     line: str  # the error in one line
-    text: str  # the error's text as it is
+    text: str  # the full text of the error
 
 
 @dataclass(frozen=True)
@@ -112,25 +112,26 @@ class Process:
 
 @dataclass(frozen=True)
 class RankState:
-    """The activity of a rank when another one has failed."""
+    """What a rank is doing when another one fails."""
 
     host: str
     in_exchange: bool
     activity: str  # all_reduce of 4,096 bytes in group dp (ranks 0, 2) at step 7
-    seconds: float  # in this activity
+    seconds: float  # time in this activity
     location: str  # ", at FILE:LINE"; empty inside an exchange
 
 
 def clone(store: Store) -> Store:
-    """Another connection to the same store, for another thread."""
+    """Open another connection to the same store, for another thread."""
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue]  torch's stubs leave it out
 
 
 @dataclass(frozen=True)
 class Words:
-    """JSON in the job's store, as its ranks write it.
+    """Read and write authenticated JSON in the job's store.
 
-    secret: of the job; "": there is none, and nothing is sealed. attempt: a word of another start is foreign.
+    secret: the job's secret; if it is "", values are not sealed. attempt: the restart count; values of other
+    attempts are foreign.
     """
 
     secret: str = ""
@@ -143,12 +144,12 @@ class Words:
         return self.opened(key, store.get(key))
 
     def sealed(self, key: str, value: dict[str, Any]) -> str:
-        """The value as JSON, behind its seal where there is a secret."""
+        """Return the value as JSON, prefixed by its seal if there is a secret."""
         text = json.dumps(value)
         return f"{self.seal_of(key, text)} {text}" if self.secret else text
 
     def opened(self, key: str, word: str | bytes) -> dict[str, Any]:
-        """The value of a word that was written under this key. Raises ValueError for a word of a stranger."""
+        """Verify and parse a value written under this key. Raises ValueError if it is foreign."""
         text = word.decode() if isinstance(word, bytes) else word
         if self.secret:
             seal, _, text = text.partition(" ")
@@ -162,10 +163,10 @@ class Words:
 
 
 def as_failure(word: str | bytes, words: Words) -> Failure | None:
-    """The value of first_failure; None where a rank had finished before anything failed.
+    """Parse first_failure. Returns None if a rank had finished before anything failed.
 
-    A word that no rank can have written, as one with code 0, is a failure of code 1: the job must not end
-    with success because of it.
+    A value that no rank can have written, such as one with code 0, becomes a failure with code 1, so that it
+    cannot make the job succeed.
     """
     try:
         fields = words.opened("first_failure", word)
@@ -182,18 +183,18 @@ def as_failure(word: str | bytes, words: Words) -> Failure | None:
 
 
 def read_verdict(store: Store, first: Failure, words: Words) -> tuple[str, list[int]]:
-    """(the cause in one line, the ranks that are silent), as the first rank wrote them; else of `first`."""
+    """Return (the cause in one line, silent ranks) from the verdict, or from `first` if there is none."""
     try:
         if store.check(["verdict"]):
             fields = words.read(store, "verdict")
             return str(fields["line"]), [int(rank) for rank in fields["silent"]]
-    except (ValueError, TypeError, KeyError, RecursionError):  # no rank wrote it
+    except (ValueError, TypeError, KeyError, RecursionError):  # not written by a rank
         pass
     return first.line, []
 
 
 def within(seconds: float, work: Callable[[], Result]) -> Result:
-    """work(), which waits for the store. Raises StoreSilent if it takes longer; its thread is left behind."""
+    """Run work(), which waits for the store, in a thread. Raises StoreSilent and abandons it on timeout."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -214,7 +215,7 @@ def within(seconds: float, work: Callable[[], Result]) -> Result:
 
 
 def ranks_without_state(store: Store, ranks: Sequence[int]) -> list[int]:
-    """Those of the ranks that have written no state: one question where all have, else a few for each."""
+    """Return the ranks that have not written a state, by bisection: a single query if all have."""
     if store.check([f"state/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -224,7 +225,7 @@ def ranks_without_state(store: Store, ranks: Sequence[int]) -> list[int]:
 
 
 def get_all(store: Store, keys: list[str]) -> list[bytes]:
-    """The values of these keys, which are set; KEYS_AT_ONCE of them in one answer."""
+    """Return the values of these keys, which must be set, KEYS_AT_ONCE per request."""
     values: list[bytes] = []
     for first in range(0, len(keys), KEYS_AT_ONCE):
         values += store.multi_get(keys[first:first + KEYS_AT_ONCE])
@@ -232,13 +233,13 @@ def get_all(store: Store, keys: list[str]) -> list[bytes]:
 
 
 def wait_for_key(store: Store, key: str, seconds: float) -> None:
-    """Waits until the key is set, or the time for it is over, or the store is gone."""
+    """Wait until the key is set, the timeout expires, or the store is gone."""
     with contextlib.suppress(RuntimeError, OSError):
         within(seconds + 1.0, lambda: store.wait([key], timedelta(seconds=seconds)))
 
 
 def main_frame() -> FrameType:
-    """The frame that the main thread is in. Raises RuntimeError if that thread was not started."""
+    """Return the current frame of the main thread. Raises RuntimeError if that thread was not started."""
     thread_id = threading.main_thread().ident
     if thread_id is None:
         raise RuntimeError("the main thread was not started")
@@ -246,12 +247,12 @@ def main_frame() -> FrameType:
 
 
 class PeerWatch:
-    """`with PeerWatch(rank, size) as peers:` around everything that a rank does.
+    """Propagate failures to all ranks: `with PeerWatch(rank, size) as peers:` around everything a rank does.
 
-    A failure inside it ends every rank, and has been printed when it leaves (failure.reported_code). Errors
-    of a process that is alone pass through unprinted.
+    A failure inside ends every rank and is printed before it propagates (failure.reported_code). In a
+    single-process job errors propagate unprinted.
 
-    folder (attribute): the run folder, once it is known; exit reasons go there.
+    folder (attribute): the run folder, once it is known; exit reasons are written there.
     """
 
     def __init__(self, rank: int, size: int, restart_count: str = "0", secret: str = "") -> None:
@@ -260,13 +261,13 @@ class PeerWatch:
         self.activity = comm.Activity()
         self.host = socket.gethostname()
         self.folder: Path | None = None
-        self.has_wrong_device = False  # which this rank found itself
-        self.code: int | None = None  # the exit code of this rank, once it is decided
-        self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
+        self.has_wrong_device = False  # found by this rank
+        self.code: int | None = None  # the exit code of this rank, once decided
+        self.lock = threading.Lock()  # held to decide the code: by the main thread or the watcher
         self.told = threading.Event()  # the cause has been printed and written
-        self.telling = threading.Lock()  # for whoever tells it: one of them, or one that the store held up
+        self.telling = threading.Lock()  # held to report the cause, also by a thread that the store delayed
         self.words = Words(secret, restart_count)
-        self.store: Store | None = None  # None in a process that is alone
+        self.store: Store | None = None  # None in a single-process job
         if size > 1:
             self.store = open_store(rank, size, restart_count=restart_count)
             process = Process(self.host, os.getpid(), os.getppid())
@@ -284,19 +285,19 @@ class PeerWatch:
         if error is not None:
             self.fail(error)
             if self.store is not None:
-                # without leave_job, which can abort where ranks are gone: exit_process ends this process
+                # skip leave_job, which can abort if ranks are gone; exit_process ends this process
                 return
         elif self.store is not None:
             store = self.store
             finished = self.words.sealed("first_failure", {})
-            with contextlib.suppress(Exception):  # the rank that keeps the store may have exited, or hang
+            with contextlib.suppress(Exception):  # the rank that hosts the store may have exited or hang
                 within(EXIT_SECONDS, lambda: store.compare_set("first_failure", "", finished))
                 self.watcher.join(EXIT_SECONDS)
         leave_job()
 
     @contextlib.contextmanager
     def failure_scope(self) -> Iterator[None]:
-        """Reports an error inside to the other ranks before any outer clean-up runs (metrics, W&B, files)."""
+        """Report an error inside to the other ranks before any outer clean-up runs (metrics, W&B, files)."""
         try:
             yield
         except BaseException as error:
@@ -304,11 +305,11 @@ class PeerWatch:
             raise
 
     def report_exit(self, code: int, text: str, requeue: bool, of_job: bool = False) -> None:
-        """Writes this rank's exit reason; with of_job also the job's, exit_reason.json."""
+        """Write this rank's exit reason; with of_job also the job's exit_reason.json."""
         if self.folder is None:
             return
         folder = Path(self.folder)
-        if code == USER_MISTAKE and not (folder / lines.NAME).exists():  # refused, and no run has been there
+        if code == USER_MISTAKE and not (folder / lines.NAME).exists():  # rejected before any run here
             return
         found = self.has_wrong_device
         setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue, of_device=found)
@@ -318,7 +319,7 @@ class PeerWatch:
             )
 
     def told_by_first(self, key: str, work: Callable[[], Result]) -> Result:
-        """work() of rank 0, on every rank, before they are connected. It is plain JSON."""
+        """Broadcast work() of rank 0, plain JSON, through the store, before the ranks are connected."""
         if self.store is None or self.rank == 0:
             found = work()
             if self.store is not None:
@@ -329,7 +330,7 @@ class PeerWatch:
     # ---- the main thread -----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Ends the job because of `error`, once. Marks the error as reported where it has been printed."""
+        """End the job because of `error`, once, and mark the error as reported if it was printed."""
         self.has_wrong_device = self.has_wrong_device or getattr(error, "is_of_device", False)
         if self.store is None:
             if self.code is None:
@@ -342,13 +343,13 @@ class PeerWatch:
         mark_reported(error, self.decided_code())
 
     def wait_until_told(self) -> None:
-        """Where another thread ends this rank: this process must not exit before that has told the cause."""
+        """If another thread ends this rank, wait until it has reported the cause before exiting."""
         self.told.wait(STORE_SECONDS)
 
     def fail_in_time(self, store: Store, error: BaseException) -> None:
-        """fail_with_peers; without the others where the store is gone, or gives no answer."""
+        """Call fail_with_peers, or end this rank alone if the store is gone or does not answer."""
         try:
-            # the first word of a live store comes at once; what follows waits for the other ranks
+            # a live store answers at once; only then wait for the other ranks
             within(LIVE_SECONDS, lambda: store.check(["first_failure"]))
             within(STORE_SECONDS, lambda: self.fail_with_peers(store, error))
         except StoreSilent as silence:
@@ -357,9 +358,9 @@ class PeerWatch:
             self.tell(code_of(error), explain(error, self.rank), should_requeue(error))
 
     def end_without_store(self, error: BaseException, silence: StoreSilent) -> None:
-        """Ends this rank alone, where the host of the store hangs; within STORE_SECONDS, whatever blocks.
+        """End this rank alone if the host of the store hangs, within STORE_SECONDS whatever blocks.
 
-        A lost connection is then a hang too: of a peer that ended for the same reason, a little earlier.
+        A lost connection then counts as a hang, too: that peer exited for the same reason a little earlier.
         """
         code = HANG if isinstance(error, comm.PeerError) else code_of(error)
         timer = threading.Timer(STORE_SECONDS, os._exit, (code,))
@@ -382,17 +383,17 @@ class PeerWatch:
             wait_for_key(store, "all_reported", REPORT_SECONDS)
 
     def lead(self, store: Store, error: BaseException, mine: Failure, others_finished: bool) -> None:
-        """On the rank that failed first: publishes the cause, and waits until all have written their reason.
+        """Publish the cause on the rank that failed first, and wait until all have written their reasons.
 
-        Its reason is the job's too, because rank 0 may be the one that is gone; not where the others have
-        finished without a failure, and the job with them.
+        Its reason is also the job's, because rank 0 may be gone, unless the other ranks, and thus the job,
+        have finished without a failure.
         """
         with self.lock:
             if self.code is not None:
                 return
             self.code = mine.code
 
-        # the cause; printed first, so that it stands above its consequences
+        # report the cause first, so that it is printed above its consequences
         peers_text, silent = "", []
         if isinstance(error, comm.PeerError):
             peers_text, silent = self.examine_peers(store, error)
@@ -401,7 +402,7 @@ class PeerWatch:
         self.words.write(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
         self.kill_hanging_siblings(store, silent, mine.code)
 
-        # the others
+        # wait for the other ranks
         deadline = time.monotonic() + REPORT_SECONDS
         while time.monotonic() < deadline:
             num_states = min(store.add("num_states", 0), self.size - 1)
@@ -411,7 +412,7 @@ class PeerWatch:
         store.set("all_reported", "1")
 
     def examine_peers(self, store: Store, error: comm.PeerError) -> tuple[str, list[int]]:
-        """Returns what the other ranks do, as text for the error, and the ranks that do not answer."""
+        """Return (what the other ranks are doing, as text for the error; the ranks that do not answer)."""
         deadline = time.monotonic() + ANSWER_SECONDS[error.exit_code]
         while store.add("num_states", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
@@ -436,9 +437,9 @@ class PeerWatch:
         return f"; {', '.join(names)}{more} gives no sign of life: it {state}"
 
     def suspects_text(self, store: Store, others: list[int]) -> str:
-        """Names the ranks that are in no exchange.
+        """Name the ranks that are not in an exchange.
 
-        If there are none: the ranks of this rank's group that are in another exchange than this one.
+        If all are in one, name the ranks of this rank's group that are in a different exchange.
         """
         keys = [f"state/{rank}" for rank in others]
         fields = [self.words.opened(key, word) for key, word in zip(keys, get_all(store, keys))]
@@ -459,7 +460,7 @@ class PeerWatch:
     # ---- the watcher's thread ------------------------------------------------------------------------------
 
     def watch(self, store: Store) -> None:
-        """Waits for the failure of another rank; then ends this one, whatever its main thread waits for."""
+        """Wait for the failure of another rank, then end this one even if its main thread is blocked."""
         try:
             store.wait(["first_failure"], FOREVER)
             first = as_failure(store.get("first_failure"), self.words)
@@ -472,41 +473,41 @@ class PeerWatch:
                     f"that kept the job's store is gone ({cause})")
             self.tell(1, text, requeue=True)
         wait_for_key(store, "all_reported", REPORT_SECONDS)
-        # the main thread ends by itself when its peers are gone, and closes its files
+        # when its peers are gone, the main thread exits on its own and closes its files
         time.sleep(EXIT_SECONDS)
         os._exit(self.decided_code())
 
     # ---- the device's thread -------------------------------------------------------------------------------
 
     def start_device_watch(self) -> None:
-        """For a job on GPUs, once it is joined: a GPU that waits for a peer too long ends the job."""
+        """Start a thread that ends the job if a GPU waits for a peer too long. Call it after joining."""
         if self.store is not None:
             arguments = (clone(self.store),)
             thread = threading.Thread(target=self.watch_device, args=arguments, daemon=True, name="device")
             thread.start()
 
     def watch_device(self, store: Store) -> None:
-        """Waits until the GPU has been in one exchange for longer than the timeout; then ends the job."""
+        """Wait until the GPU has been in one exchange for longer than the timeout, then end the job."""
         while True:
             time.sleep(DEVICE_POLL_SECONDS)
             waited = self.activity.device_waits.current()
             if waited is not None and waited[1] > self.activity.timeout_s:
                 break
-        if self.code is not None:  # the job is ending already
+        if self.code is not None:  # the job is already ending
             return
 
         exchange, seconds = waited
         error = comm.PeerError(f"no answer for {seconds:.1f} s in {exchange}", HANG)
         self.fail_in_time(store, error)
-        time.sleep(EXIT_SECONDS)  # a main thread that is not blocked ends by itself, and closes its files
+        time.sleep(EXIT_SECONDS)  # a main thread that is not blocked exits on its own and closes its files
         os._exit(self.decided_code())
 
     # ---- both threads --------------------------------------------------------------------------------------
 
     def follow(self, store: Store, first: Failure, error: BaseException | None = None) -> None:
-        """After another rank's failure: writes what this rank does, reads the cause, and ends with it.
+        """After another rank's failure, publish this rank's state, read the cause and end with it.
 
-        error: this rank's own, where it has one.
+        error: this rank's own error, if any.
         """
         with self.lock:
             if self.code is not None:
@@ -515,13 +516,13 @@ class PeerWatch:
             self.words.write(store, f"state/{self.rank}", dataclasses.asdict(state))
             store.add("num_states", 1)
 
-            if first.rank >= 0:  # a stranger writes none
+            if first.rank >= 0:  # a foreign writer gives no verdict
                 wait_for_key(store, "verdict", VERDICT_SECONDS)
             line, silent = read_verdict(store, first, self.words)
             cause = f"rank {first.rank} on {first.host}: {line}"
             text = f"error: rank {self.rank} on {self.host}: stopped in {state.activity}, because of {cause}"
 
-            # a mistake of the user, and an error that all ranks raise alike, is printed once
+            # print user errors, and errors that all ranks raise, only once
             is_own_error = error is not None and not isinstance(error, comm.PeerError)
             is_same_error = is_own_error and str(error) == first.text
             quiet = first.code == USER_MISTAKE or is_same_error
@@ -538,15 +539,15 @@ class PeerWatch:
                          seconds=seconds, location=location)
 
     def decided_code(self) -> int:
-        """The exit code of this rank. Raises RuntimeError before lead, follow or end has decided it."""
+        """Return this rank's exit code. Raises RuntimeError before lead, follow or end has decided it."""
         if self.code is None:
             raise RuntimeError("no exit code was decided")
         return self.code
 
     def tell(self, code: int, text: str, requeue: bool, of_job: bool = False, quiet: bool = False) -> None:
-        """Once: prints the cause unless quiet, and writes the exit reason and, after a hang, the stacks.
+        """Print the cause unless quiet, and write the exit reason and, after a hang, the stacks. Only once.
 
-        This decides the exit code. Whoever comes later finds it told: a thread that the store held up.
+        This decides the exit code. Later calls, by a thread that the store delayed, do nothing.
         """
         with self.telling:
             if self.told.is_set():
@@ -561,10 +562,10 @@ class PeerWatch:
             self.told.set()
 
     def write_stacks(self) -> None:
-        """Writes stacks.rankN.txt into the run folder: the last exchanges, and where the threads are.
+        """Write stacks.rankN.txt to the run folder: the last exchanges and the stacks of all threads.
 
-        A main thread whose exchange failed has left it; the traceback of the error has the place. It is
-        written after the stacks: whenever it leaves, one of the two has it.
+        If the main thread's exchange has failed, its stack no longer shows the place but the traceback of the
+        error does. That is written after the stacks, so that one of the two always has it.
         """
         if self.folder is None:
             return
@@ -583,13 +584,13 @@ class PeerWatch:
                     file.write(f"\nWhere its exchange failed:\n{setup.redact(where)}")
 
     def kill_hanging_siblings(self, store: Store, silent: list[int], code: int) -> None:
-        """After a hang: kills the silent ranks on this host, else the launcher waits 30 s for them."""
+        """After a hang, kill the silent ranks on this host; otherwise the launcher waits 30 s for them."""
         if code != HANG:
             return
         for rank in silent:
             with contextlib.suppress(OSError, RuntimeError, ValueError, IndexError):
                 process = self.process_of(clone(store), rank)
-                # its pid may be another process by now
+                # the pid may have been reused
                 is_sibling = parent_of(process.pid) == process.parent == os.getppid()
                 if process.host == self.host and is_sibling:
                     os.kill(process.pid, signal.SIGKILL)

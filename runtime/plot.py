@@ -1,6 +1,6 @@
-"""loss.png: a run in one picture, drawn from metrics.jsonl. Imports matplotlib only when it draws.
+"""Plot loss.png from metrics.jsonl. Imports matplotlib only when it plots.
 
-    python -m runtime.plot RUN [PARAMETERS]     draws it for a run that goes on
+    python -m runtime.plot RUN [PARAMETERS]     plot a run that is still training
 """
 import os
 import subprocess
@@ -17,15 +17,15 @@ from runtime.console import short_number
 from runtime.lines import Rows, read_metrics
 
 RAW, SMOOTH, VALID, RATE = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63"  # colours
-MAX_POINTS = 2000  # more than a picture of this size can show
-PICTURE_SECONDS = 60.0  # between two pictures of a run that goes on
+MAX_POINTS = 2000  # more than a plot of this size can show
+PICTURE_SECONDS = 60.0  # minimum time between plots during training
 ROOT = Path(__file__).parent.parent
 
 
 class LivePicture:
-    """Draws loss.png while the run goes on: in a process of its own, which no step waits for.
+    """Plot loss.png during training, in a separate process that no step waits for.
 
-    params: the number of parameters as text. seconds: at least, between two pictures, and before the first.
+    params: the number of parameters as text. seconds: minimum time between plots and before the first.
     """
 
     def __init__(self, run_dir: Path, params: str, seconds: float = PICTURE_SECONDS) -> None:
@@ -35,7 +35,7 @@ class LivePicture:
         self.process: subprocess.Popen[bytes] | None = None
 
     def draw_soon(self) -> None:
-        """Starts a drawing, if the last one is done and long enough ago. A failed one is tried again then."""
+        """Start a plot if the previous one is done and long enough ago. A failed one is retried then."""
         now = time.monotonic()
         is_drawing = self.process is not None and self.process.poll() is None
         if is_drawing or now - self.last_start < self.seconds:
@@ -49,21 +49,21 @@ class LivePicture:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-        except OSError:  # no process or memory is left: the picture at the end says more
+        except OSError:  # out of processes or memory; the final plot will report it
             self.process = None
 
     def stop(self) -> None:
-        """Ends a drawing that goes on. Afterwards loss.png is whole, or as it was."""
+        """Stop a plot in progress. loss.png is then either complete or unchanged."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
 
 def loss_png(run_dir: Path, params: str = "") -> Path | None:
-    """Draws run_dir/loss.png: training loss, raw and smoothed, validation loss and learning rate.
+    """Plot run_dir/loss.png: training loss, raw and smoothed, validation loss and learning rate.
 
     params: the number of parameters as text for the title ("0.89M").
-    Replaces the file atomically. Returns it, or None where there is nothing to draw. Raises OSError.
+    Replaces the file atomically. Returns its path, or None if there is nothing to plot. Raises OSError.
     """
     run_dir = Path(run_dir)
     train, valid = read_metrics(run_dir)
@@ -96,7 +96,7 @@ def column(rows: Rows, name: str) -> np.ndarray:
 
 
 def draw_losses(axes: Any, train: Rows, valid: Rows, shown: np.ndarray) -> None:
-    """Draws the training loss of the rows `shown` (indices), raw and smoothed, and the validation loss."""
+    """Plot the training loss of the rows `shown` (indices), raw and smoothed, and the validation loss."""
     steps = column(train, "step")[shown]
     losses = column(train, "loss")
     smooth = smoothed(losses, shown)
@@ -113,7 +113,7 @@ def draw_losses(axes: Any, train: Rows, valid: Rows, shown: np.ndarray) -> None:
 
 
 def draw_rate(axes: Any, steps: np.ndarray, rates: np.ndarray) -> None:
-    """Draws the learning rate."""
+    """Plot the learning rate."""
     axes.plot(steps, rates, color=RATE, lw=1.4)
     axes.fill_between(steps, rates, color=RATE, alpha=0.12, lw=0)
     axes.set_ylabel("learning rate")
@@ -123,7 +123,7 @@ def draw_rate(axes: Any, steps: np.ndarray, rates: np.ndarray) -> None:
 
 
 def draw_phases(axes: Any, train: Rows) -> None:
-    """A line where a phase begins (train.phases), with its number."""
+    """Mark where each phase begins (train.phases) by a line with its number."""
     for before, row in zip(train, train[1:]):
         if row.get("phase") == before.get("phase"):
             continue
@@ -133,7 +133,10 @@ def draw_phases(axes: Any, train: Rows) -> None:
 
 
 def title(run_dir: Path, params: str, last: dict[str, Any]) -> str:
-    """quickstart · llama-mini · 0.89M parameters · 800 steps, 1.64M tokens. last: the last step's row."""
+    """Return "quickstart · llama-mini · 0.89M parameters · 800 steps, 1.64M tokens".
+
+    last: the row of the last step.
+    """
     config = run_dir / "config.yaml"
     preset = ""
     if config.exists():
@@ -148,10 +151,10 @@ def title(run_dir: Path, params: str, last: dict[str, Any]) -> str:
 
 
 def smoothed(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The median of the values around each index.
+    """Return the median of the values around each index.
 
-    The window widens with the index, up to a twenty-fifth of all values. It is centred, so the result does
-    not lag behind a steep start as a running mean does. A median does not spread a spike.
+    The window widens with the index, up to a twenty-fifth of all values. It is centred, so unlike a running
+    mean it does not lag behind a steep start. A median does not smear spikes.
     """
     half_widths = np.minimum(indices // 10, len(values) // 50)
     medians: list[Any] = []
@@ -162,7 +165,7 @@ def smoothed(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
 
 
 def plot_window(loss: np.ndarray, smooth: np.ndarray, valid: list[float]) -> tuple[float, float]:
-    """(lower, upper) end of the loss axis: all but the rarest spikes, which would flatten the rest."""
+    """Return (lower, upper) limits of the loss axis, excluding rare spikes that would flatten the rest."""
     upper = max([np.quantile(loss, 0.998), loss[0], *valid])
     lower = min([smooth.min(), np.quantile(loss, 0.002), *valid])
     margin = 0.05 * (upper - lower) or 0.1
@@ -170,7 +173,7 @@ def plot_window(loss: np.ndarray, smooth: np.ndarray, valid: list[float]) -> tup
 
 
 def main(argv: list[str]) -> None:
-    """Draws at a low priority: the training comes first."""
+    """Plot at low process priority, so that training comes first."""
     os.nice(10)
     loss_png(Path(argv[0]), argv[1] if len(argv) > 1 else "")
 

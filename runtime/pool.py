@@ -1,7 +1,7 @@
 """Warm worker processes for proofs and tests: ranks on this machine that communicate over gloo.
 
-They are forked from a server that has torch loaded: 8 ranks start in a fraction of a second, where torchrun
-takes seconds. One pool serves a whole run of tests.
+They are forked from a server that has torch loaded, so 8 ranks start in a fraction of a second instead of the
+seconds that torchrun takes. One pool serves a whole test run.
 """
 import contextlib
 import multiprocessing
@@ -21,18 +21,18 @@ GRACE_SECONDS = 5.0
 
 
 class Answer(NamedTuple):
-    """The answer of a rank to a job."""
+    """The result of a job on one rank."""
     is_good: bool
-    result: Any  # of a failed rank: why it failed
+    result: Any  # why the rank failed, if it did
 
     @property
     def is_cause(self) -> bool:
-        """Whether it failed for a reason of its own. Ranks that wait for a lost peer report a PeerError."""
+        """Whether this rank caused the failure; ranks that wait for a lost peer report a PeerError."""
         return not self.is_good and "PeerError" not in self.result
 
 
 class WorkerPool:
-    """`size` ranks that wait for work. timeout_s: how long one exchange may wait for a peer."""
+    """`size` ranks that wait for work. timeout_s: the timeout of a collective."""
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -59,13 +59,13 @@ class WorkerPool:
             self.processes.append(process)
 
     def run(self, f: Callable[..., Result], *args: object) -> list[Result]:
-        """Calls f(world, *args) on each rank and returns the result of each. f must be importable.
+        """Call f(world, *args) on each rank and return the results in rank order. f must be importable.
 
-        Raises RuntimeError with the traceback of the rank that failed first. The pool is then closed, because
-        the other ranks may wait for the failed one.
+        Raises RuntimeError with the traceback of the rank that failed first, and closes the pool, because the
+        other ranks may wait for the failed one.
         """
         for pipe in self.pipes:
-            with contextlib.suppress(BrokenPipeError):  # a rank that died before: receive reports it
+            with contextlib.suppress(BrokenPipeError):  # the rank is dead; receive reports it
                 pipe.send((f, args))
         answers = self.receive_all()
         failed = [rank for rank, answer in answers.items() if not answer.is_good]
@@ -77,9 +77,9 @@ class WorkerPool:
         return [answers[rank].result for rank in range(self.size)]
 
     def receive_all(self) -> dict[int, Answer]:
-        """The answer of each rank, in the order of their arrival.
+        """Return the answers of the ranks, in order of arrival.
 
-        Once a rank has failed for a reason of its own, the others have GRACE_SECONDS: they may wait for it.
+        Once a rank has caused a failure, the others have GRACE_SECONDS, since they may be waiting for it.
         """
         answers: dict[int, Answer] = {}
         missing = dict(enumerate(self.pipes))
@@ -98,16 +98,16 @@ class WorkerPool:
         return answers
 
     def receive(self, rank: int) -> Answer:
-        """The answer of a rank whose pipe has one, or is closed."""
+        """Return the answer of a rank whose pipe is readable or closed."""
         process = self.processes[rank]
         try:
             return Answer(*self.pipes[rank].recv())
         except (EOFError, ConnectionResetError):
-            process.join(JOIN_SECONDS)  # its pipe closes before its exit code is known
+            process.join(JOIN_SECONDS)  # the pipe closes before the exit code is known
             return Answer(False, f"died with exit code {process.exitcode}")
 
     def close(self) -> None:
-        """Ends the ranks; kills those that do not end in time."""
+        """Stop the ranks, and kill those that do not exit in time."""
         self.closed = True
         for pipe in self.pipes:
             with contextlib.suppress(OSError):
@@ -119,12 +119,12 @@ class WorkerPool:
 
 
 def rank_main(rank: int, size: int, address: str, timeout_s: float, pipe: Connection) -> None:
-    """A worker: joins the job, then runs what the pipe brings until it brings None."""
+    """Run a worker: join the job, then execute jobs from the pipe until it sends None."""
     import torch
 
     from parallel.wire.world import join_job, leave_job
     torch.set_num_threads(1)
-    if hasattr(os, "SCHED_BATCH"):  # ranks that share a core switch less often: a tenth to a fifth faster
+    if hasattr(os, "SCHED_BATCH"):  # fewer switches between ranks on a core: a tenth to a fifth faster
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     world = join_job(torch.device("cpu"), rank, size, timeout_s, address)
     while True:
@@ -134,7 +134,7 @@ def rank_main(rank: int, size: int, address: str, timeout_s: float, pipe: Connec
             os._exit(0)
         if job is None:
             break
-        world.close_separate_groups()  # every rank has ended the job before
+        world.close_separate_groups()  # every rank has finished the previous job
         function, args = job
         try:
             pipe.send((True, function(world, *args)))

@@ -1,16 +1,16 @@
-"""Devices and links, looked at before the first step: what computes or carries wrongly, or slowly, is named.
+"""Probe devices and links before the first step, and report those that are faulty or slow.
 
-A device that multiplies wrongly or a link that loses bits ends a run after days, or never, and spoils it. So
-before the first step
+A device that computes wrong products or a link that corrupts bits ends a run after days, or silently spoils
+it. So before the first step
 
-- each rank multiplies matrices of small whole numbers, whose product is known exactly, in the dtype of the
-  run: a difference ends the job with code 80, and names the host;
-- each group of ranks gathers a message that all can foretell: the same;
-- the time of both is compared with that of the other ranks, and of the other groups of an axis: what takes
-  longer than SLOW_RATIO times the median, and SLOW_MS more, is named in one line, and the run goes on.
+- each rank multiplies matrices of small integers, whose product is known exactly, in the dtype of the run;
+  a difference ends the job with code 80 and names the host;
+- each group of ranks gathers a message with known content; a difference does the same;
+- both are timed and compared with the other ranks, and with the other groups of an axis. Anything that takes
+  longer than SLOW_RATIO times the median and SLOW_MS more is reported in one line, and the run continues.
 
-Costs: one small product, one or two exchanges of at most MAX_GATHERED bytes in each group of several ranks,
-and a gather of some numbers. Collective.
+Costs: one small GEMM, one or two exchanges of at most MAX_GATHERED bytes in each group of several ranks, and
+a gather of a few numbers. Collective.
 """
 import dataclasses
 import statistics
@@ -29,62 +29,62 @@ from parallel.wire.comm import Group
 from runtime.shares import slow_link
 
 SLOW_RATIO = 3.0
-SLOW_MS = 5.0  # less is noise of clocks
-MAX_NAMED = 4  # slow ones of a kind that are named
-MAX_GATHERED = 32 << 20  # bytes that a rank receives: in a large group the messages are smaller
+SLOW_MS = 5.0  # less is timing noise
+MAX_NAMED = 4  # slow devices or links named per kind
+MAX_GATHERED = 32 << 20  # bytes that a rank receives; messages are smaller in large groups
 MIN_MESSAGE = 1 << 10  # bytes
 
 
 @dataclass(frozen=True)
 class ProbeSize:
-    """n: rows and columns of the product. message: bytes a rank sends. repeats: the fastest of them counts,
-    after one that connects."""
+    """n: rows and columns of the product. message: bytes each rank sends. repeats: timed runs after a warm-up
+    that connects; the fastest counts."""
 
     n: int
     message: int
     repeats: int
 
 
-# A GPU needs a message that is longer than its latency. On a CPU, where runs are tests, a glance is enough.
+# On a GPU the message must outweigh the latency. On a CPU, where runs are tests, a small probe is enough.
 SIZES = {"cuda": ProbeSize(n=4096, message=4 << 20, repeats=3)}
 SMALL = ProbeSize(n=64, message=1 << 10, repeats=1)
 
 
 class WrongResult(RuntimeError):
-    """A link loses bits. Exit code 80, for a host to be left out."""
+    """A link corrupts bits. Exit code 80, so that a host can be excluded."""
 
     exit_code = 80
 
 
 class WrongDevice(WrongResult):
-    """The device of this rank multiplies wrongly. scripts/launch.py can do without its place."""
+    """This rank's device computes a wrong product. scripts/launch.py can exclude it."""
 
     is_of_device = True
 
 
 @dataclass(frozen=True)
 class Probed:
-    """The measurements of this rank, in ms. links: {name of an axis: its group's exchange}."""
+    """The measurements of this rank in ms. links: {axis: time of its group's exchange}."""
 
     product: float
     links: dict[str, float]
 
     def row(self) -> list[float]:
-        """One number for each of COLUMNS; -1 where this rank has no group of several ranks."""
+        """Return one number for each of COLUMNS, -1 for axes in which this rank has no peers."""
         return [self.product, *(self.links.get(name, -1.0) for name in GROUP_AXES)]
 
 
 def probe(mesh: Mesh, device: torch.device, dtype: torch.dtype, host: str) -> list[str]:
-    """Lines that name what is slow; on rank 0. Collective.
+    """Probe devices and links, and return lines that name the slow ones, on rank 0. Collective.
 
-    dtype: of the products. host: of this rank. Raises WrongResult.
+    dtype: the dtype of the products. host: the name of this rank's host. Raises WrongResult.
     """
     size = SIZES.get(device.type, SMALL)
     probed = Probed(check_product(size, device, dtype, host), check_links(mesh, size, device, host))
     if mesh.world.size == 1:
         return []
 
-    # everyone's numbers, and where they come from
+    # gather the measurements and hosts of all ranks
     everyone = uncounted(mesh.world)
     rows = comm.all_gather(torch.tensor([probed.row()], dtype=torch.float64), everyone).tolist()
     hosts = comm.all_gather_objects(host, everyone)
@@ -97,7 +97,7 @@ def probe(mesh: Mesh, device: torch.device, dtype: torch.dtype, host: str) -> li
 
 
 def check_product(size: ProbeSize, device: torch.device, dtype: torch.dtype, host: str) -> float:
-    """Milliseconds of a product whose result is known. Raises WrongDevice."""
+    """Check a product with a known result; return its time in ms. Raises WrongDevice."""
     left, right, expected = known_product(size.n, device, dtype)
     fastest = float("inf")
     for _ in range(size.repeats):
@@ -116,9 +116,9 @@ def check_product(size: ProbeSize, device: torch.device, dtype: torch.dtype, hos
 
 
 def known_product(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """(two matrices [n, n], their product in dtype). Whole numbers, so that every order of sums is exact.
+    """Return two matrices [n, n] and their product in dtype; integers make any summation order exact.
 
-    Both have rank 1, so the product is known without one: (u v') (w z') = (v' w) u z'.
+    Both have rank 1, so the product is known without a GEMM: (u v') (w z') = (v' w) u z'.
     """
     numbers = torch.arange(n, dtype=torch.float64)
     u, v = numbers % 3 - 1, numbers % 5 - 2
@@ -134,7 +134,7 @@ def known_product(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Ten
 
 
 def slow_devices(rows: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[str]:
-    """A line for each of the slowest. rows: Probed.row() of each rank."""
+    """Return a line for each of the slowest devices. rows: Probed.row() of each rank."""
     times = [row[0] for row in rows]
     usual = statistics.median_low(times)
     slow = [rank for rank, ms in enumerate(times) if is_slow(ms, usual)]
@@ -153,7 +153,7 @@ def is_slow(ms: float, usual: float) -> bool:
 
 
 def check_links(mesh: Mesh, size: ProbeSize, device: torch.device, host: str) -> dict[str, float]:
-    """{name of an axis: ms of a gather in this rank's group}; groups of the same ranks are asked once.
+    """Return {axis: ms of a gather in this rank's group}; groups of the same ranks are probed once.
 
     Raises WrongResult.
     """
@@ -170,13 +170,13 @@ def check_links(mesh: Mesh, size: ProbeSize, device: torch.device, host: str) ->
 
 
 def check_link(group: Group, size: ProbeSize, device: torch.device, host: str) -> float:
-    """Milliseconds of a gather of a known message. Raises WrongResult, which names the ranks it came from."""
+    """Check a gather of a known message; return its time in ms. Raises WrongResult, naming the senders."""
     num_bytes = max(MIN_MESSAGE, min(size.message, MAX_GATHERED // group.size))
     own = message_of(group.ranks[group.index], num_bytes).to(device)
     expected = torch.cat([message_of(rank, num_bytes) for rank in group.ranks]).to(device)
     fastest = float("inf")
     for _ in range(size.repeats):
-        comm.all_gather(own[:1], group)  # all are here, and connected
+        comm.all_gather(own[:1], group)  # synchronize and connect
         comm.synchronize(device)
         began = time.perf_counter()
         received = comm.all_gather(own, group)
@@ -193,7 +193,7 @@ def check_link(group: Group, size: ProbeSize, device: torch.device, host: str) -
 
 
 def message_of(rank: int, num_bytes: int) -> Tensor:
-    """Bytes that no other rank sends, nor the same at another place: uint8 [num_bytes]."""
+    """Return uint8 [num_bytes] that depend on the rank and on the position."""
     position = torch.arange(MIN_MESSAGE, dtype=torch.int64)
     of_rank = 97 * rank + (rank // 256) * (position // 7)
     block = ((131 * position + position // 251 + of_rank) % 256).to(torch.uint8)
@@ -202,14 +202,14 @@ def message_of(rank: int, num_bytes: int) -> Tensor:
 
 
 def uncounted(group: Group) -> Group:
-    """The group with a ledger of its own: what is exchanged here is not part of a step."""
+    """Return the group with a separate ledger, since the probes are not part of a step."""
     return dataclasses.replace(group, ledger=Counter())
 
 
 def slow_links(rows: Sequence[Sequence[float]], hosts: Sequence[str], mesh: Mesh) -> list[str]:
-    """A line for each of the slowest groups, beside the others of its axis. rows: Probed.row() of each rank.
+    """Return a line for each of the slowest groups of each axis. rows: Probed.row() of each rank.
 
-    The rank of a group that comes last waits for the link alone: the least time counts.
+    The minimum over a group counts, because the last rank to arrive waits only for the link.
     """
     lines: list[str] = []
     named: set[tuple[int, ...]] = set()

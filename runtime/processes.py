@@ -1,4 +1,4 @@
-"""Processes and the kernel: death with a parent, signals, age; and a last line on stderr. Needs no torch.
+"""Process utilities: die with the parent, signal handlers, process age, last words on stderr. Needs no torch.
 """
 import contextlib
 import ctypes
@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import IO
 
 PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
-PARENT_FIELD = 1  # of /proc/PID/stat, counted behind the name: ppid
+PARENT_FIELD = 1  # ppid in /proc/PID/stat, counted after the name
 START_TIME_FIELD = 19  # starttime, in clock ticks since boot
-PARENT_POLL_SECONDS = 0.5  # between two looks at whether the parent lives, where there is no prctl
+PARENT_POLL_SECONDS = 0.5  # between checks of the parent on systems without prctl
 
 
-# ---- to die with a parent ----------------------------------------------------------------------------------
+# ---- die with the parent -----------------------------------------------------------------------------------
 
 
 def dying_with(parent: int) -> Callable[[], None] | None:
-    """The function with which a child has the kernel kill it when its parent dies, whenever that is.
+    """Return a function by which a child makes the kernel kill it when its parent dies.
 
-    Also between fork and exec, so it only calls what is loaded. None where the kernel cannot do it (macOS).
+    It may run between fork and exec, so it only calls what is already loaded. Returns None on systems without
+    this (macOS).
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
@@ -31,16 +32,16 @@ def dying_with(parent: int) -> Callable[[], None] | None:
 
     def ask_for_death() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call
+        if os.getppid() != parent:  # the parent died before the call
             os.kill(os.getpid(), signal.SIGKILL)
 
     return ask_for_death
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies; where it cannot (macOS), a thread looks.
+    """Make the kernel kill this process when its parent dies; without kernel support (macOS), a thread polls.
 
-    Else a worker of a killed torchrun would keep its GPU and locks.
+    Otherwise a worker of a killed torchrun would keep its GPU and locks.
     """
     parent = os.getppid()
     ask_for_death = dying_with(parent)
@@ -51,17 +52,17 @@ def die_with_parent() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Waits until the parent is another process than `parent`, which has died then; kills this one."""
+    """Wait until `parent` is no longer this process's parent, i.e. has died, then kill this process."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# ---- what /proc tells --------------------------------------------------------------------------------------
+# ---- /proc -------------------------------------------------------------------------------------------------
 
 
 def catches(pid: int, number: signal.Signals) -> bool | None:
-    """Whether a process has a handler for the signal; None if it has ended, or without a /proc to tell."""
+    """Return whether a process has a handler for the signal, or None if it has exited or /proc is missing."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -71,17 +72,17 @@ def catches(pid: int, number: signal.Signals) -> bool | None:
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat behind the name of the program. Raises OSError."""
+    """Return the fields of /proc/PID/stat after the program name. Raises OSError."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def parent_of(pid: int) -> int:
-    """Raises OSError, and IndexError or ValueError for a process that is just ending."""
+    """Return the parent's pid. Raises OSError, or IndexError or ValueError for a process that is exiting."""
     return int(stat_fields(pid)[PARENT_FIELD])
 
 
 def process_seconds() -> float:
-    """Seconds since the kernel started this process; 0.0 where there is no /proc to read it from."""
+    """Return the seconds since the kernel started this process, or 0.0 without /proc."""
     try:
         started = int(stat_fields("self")[START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
@@ -93,18 +94,18 @@ def process_seconds() -> float:
 
 
 def print_error(line: str) -> None:
-    """Prints a line on stderr. Never raises: what has to be done after it is done, whoever reads."""
+    """Print a line on stderr. Never raises, so that clean-up after it always runs."""
     try:
         print(line, file=sys.stderr, flush=True)
-    except BrokenPipeError:  # as of `2>&1 | tee log`, which the same Ctrl-C ends
+    except BrokenPipeError:  # e.g. `2>&1 | tee log`, which the same Ctrl-C ends
         redirect_to_null(sys.stderr)
     except (OSError, ValueError):  # a full disk, a terminal that is gone; a closed file
         pass
 
 
 def redirect_to_null(stream: IO[str]) -> None:
-    """Points a standard stream to /dev/null, where all further writes succeed, Python's last flush too."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no file descriptor
+    """Redirect a standard stream to /dev/null, so that further writes and Python's final flush succeed."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no file descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

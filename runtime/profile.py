@@ -1,6 +1,6 @@
-"""A profiler trace of some steps: `--profile.steps 10:12` writes one Chrome trace a rank into the run folder.
+"""Profile some steps: `--profile.steps 10:12` writes one Chrome trace per rank to the run folder.
 
-Open it in Perfetto or chrome://tracing; it shows whether exchanges overlap with the GEMMs. Other steps run
+Open it in Perfetto or chrome://tracing to see whether communication overlaps with the GEMMs. Other steps run
 without the profiler.
 """
 from pathlib import Path
@@ -14,19 +14,19 @@ from parallel.microbatch import Microbatch
 
 
 class ProfilerTrace(Extra):
-    """Records the steps FIRST:LAST, both included, without reading their data."""
+    """Profile the steps FIRST:LAST, both included, without their data loading."""
 
     def __init__(self, steps: str, folder: Path, rank: int) -> None:
         self.steps = profiled_steps(steps)
         self.path = folder / f"trace-rank{rank}.json"
-        self.profiler: profile | None = None  # while it records
+        self.profiler: profile | None = None  # set while recording
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         if step in self.steps and self.profiler is None:
             self.start()
 
     def step_computed(self, run: Any, step: int, result: StepResult) -> None:
-        """Write the file after the last of the steps."""
+        """Write the trace after the last of the steps."""
         if self.profiler is not None and step >= self.steps[-1]:
             self.close()
 
@@ -37,7 +37,7 @@ class ProfilerTrace(Extra):
         self.profiler.__enter__()
 
     def close(self) -> None:
-        """Writes what was recorded, also when the run ends among the steps."""
+        """Write what was recorded, also if the run ends during these steps."""
         if self.profiler is None:
             return
         self.profiler.__exit__(None, None, None)

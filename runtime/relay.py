@@ -1,4 +1,4 @@
-"""Signals to a launcher: passed on to the ranks that run, and remembered where none does. Needs no torch."""
+"""Forward a launcher's signals to its running ranks, or remember them until some run. Needs no torch."""
 import signal
 import subprocess
 import time
@@ -6,14 +6,14 @@ from types import FrameType, TracebackType
 
 from runtime.stop import SIGNALS, is_under_nohup
 
-SAME_PRESS_SECONDS = 0.5  # in which a program that passes its own Ctrl-C on makes two of one
+SAME_PRESS_SECONDS = 0.5  # a second SIGINT within this time is the same Ctrl-C, forwarded by a wrapper
 
 
 class SignalRelay:
-    """`with SignalRelay() as relay:` around all that a launcher does: no signal ends it, and none is lost.
+    """`with SignalRelay() as relay:` around everything a launcher does: no signal ends it, and none is lost.
 
-    processes (attribute): those that run now, which get each signal at once. received: the signals so far.
-    is_impatient: SIGINT has come a second time, so the ranks are to be killed.
+    processes (attribute): running processes, to which each signal is forwarded. received: the signals so far.
+    is_impatient: a second SIGINT has arrived, so the ranks should be killed.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class SignalRelay:
         if number == signal.SIGINT:
             self.note_interrupt(time.monotonic())
         for process in self.processes:
-            process.send_signal(number)  # does nothing to one that has ended
+            process.send_signal(number)  # does nothing if it has exited
 
     def note_interrupt(self, now: float) -> None:
         if self.interrupted_at is None:
@@ -47,11 +47,11 @@ class SignalRelay:
             self.is_impatient = True
 
     def add(self, process: subprocess.Popen[bytes]) -> None:
-        """Passes signals on to a process, and those that came while it was being started."""
+        """Forward signals to a process, including those that arrived while it was being started."""
         self.processes.append(process)
         for number in self.received:
             process.send_signal(number)
 
     def first_name(self) -> str:
-        """The name of the first signal that came."""
+        """Return the name of the first signal received."""
         return signal.Signals(self.received[0]).name

@@ -1,22 +1,22 @@
-"""Steps that are computed again from the same state (train.rerun_every, train.rerun_suspects).
+"""Recompute steps from the same state to detect silent errors (train.rerun_every, train.rerun_suspects).
 
-A device may compute wrongly without a word (arXiv 2102.11245), and no checksum of what is stored or sent sees
-that. Forward and backward are therefore run twice, before the optimizer: from the same weights, samples,
-dropout masks, biases of routers and errors of compression. Megatron-LM's rerun state machine does so too.
+A device may silently compute wrong results (arXiv 2102.11245), which checksums of stored or sent data cannot
+detect. Forward and backward are therefore run twice before the optimizer, from the same weights, samples,
+dropout masks, router biases and compression errors, like in Megatron-LM's rerun state machine.
 
-    the same bits twice   the data, the code, or a device that errs each time in the same way: the run goes
-                          on, and skips the step if it is not finite or a spike
-    other bits            a device or a link is wrong: a third run tells which of the two was, and the run
-                          ends with code 80. Nothing of the step is applied or saved
+    identical bits   the data, the code, or a device that makes the same error each time: the run continues,
+                     and skips the step if it is not finite or a spike
+    different bits   a device or a link is faulty: a third run tells which of the two runs was wrong, and the
+                     run ends with code 80. Nothing of the step is applied or saved
 
-Compared are checksums of all that each rank sends and receives, of its gradients before each sum and after
-the last, and of loss and gradient norm (parallel/wire/record.py). So the rank that computed wrongly is told
-from those that were sent its numbers. Masks are functions of seed, step and place (parallel/rng.py), and no
-kernel draws from a generator, so there is no state of one to restore.
+The comparison covers checksums of everything that each rank sends and receives, of its gradients before each
+reduction and after the last, and of loss and gradient norm (parallel/wire/record.py). So the rank that
+computed wrong results is distinguished from the ranks that received them. Masks are functions of seed, step
+and position (parallel/rng.py), and no kernel uses a generator, so there is no RNG state to restore.
 
-Cost: a forward and a backward more for each step that is run again. A step that may be run again is recorded:
-its numbers are read once more, the gathers of its weights are awaited before it, and with PowerSGD a copy of
-the error is kept.
+Costs an additional forward and backward for each recomputed step. A step that may be recomputed is recorded:
+its data is read once more for checksums, its weight all-gathers complete before it starts, and with PowerSGD
+a copy of the error is kept.
 """
 import dataclasses
 import socket
@@ -39,21 +39,21 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.record import NumbersRecord, RecordEntry, different
 
-GRADIENT = "the gradient of "  # begins the name of an entry
-MAX_NAMED = 4  # ranks that a message names
+GRADIENT = "the gradient of "  # prefix of an entry's name
+MAX_NAMED = 4  # ranks named in a message
 
 
 class ComputeDiffers(RuntimeError):
-    """A step gave other bits when it was computed again. The message names rank, host and parameter."""
+    """A recomputed step has different bits. The message names rank, host and parameter."""
 
     exit_code = 80
 
 
 class StepRecorder(Extra):
-    """Records the numbers of each step that may be computed again, in every computation of it.
+    """Record every computation of each step that may be recomputed.
 
-    record: of the computation that is done, or None. begun_with: each bucket's PowerSGD before the first one.
-    It stands before whatever else sends something at judge().
+    record: the record of the last complete computation, or None. begun_with: each bucket's PowerSGD state
+    before the first one. It must come before all extras that communicate in judge().
     """
 
     def __init__(self, cfg: TrainConfig, buckets: list[Bucket], mesh: Mesh) -> None:
@@ -68,7 +68,7 @@ class StepRecorder(Extra):
             bucket.grads.before_sum.append(partial(self.look_at_gradients, bucket))
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
-        """Begin a record, from the weights alone: without what was gathered or made of them before."""
+        """Start a record from the weights alone, dropping gathered and quantized copies of them."""
         if not self.suspects and not is_due(self.every, step):
             return
         if not self.begun_with:  # the first computation
@@ -88,7 +88,7 @@ class StepRecorder(Extra):
         return good
 
     def finish(self, gradients: Gradients) -> None:
-        """End the record under way, if there is one: its last entries are what the step came to."""
+        """Complete the record in progress, if any, with the reduced gradients, the loss and the norm."""
         record = self.under_way
         self.stop()
         if record is None:
@@ -106,38 +106,38 @@ class StepRecorder(Extra):
         self.under_way = self.activity.record = None
 
     def restore(self) -> None:
-        """Make the state that the step began with the present one."""
+        """Restore the state from before the step."""
         for bucket, state in zip(self.buckets, self.begun_with):
             if bucket.grads.powersgd is not None and state is not None:
                 bucket.grads.powersgd.restore(state)
 
     def forget(self) -> None:
-        """The step is decided, and not computed again."""
+        """Drop the records once the step will not be recomputed."""
         self.record = None
         self.begun_with = []
 
     def look_at_gradients(self, bucket: Bucket, flat: Tensor) -> None:
-        """Notes this rank's gradients [size of the bucket], before they are summed."""
+        """Record this rank's gradients [size of the bucket] before they are reduced."""
         if self.under_way is not None:
             for slot in bucket.slots:
                 self.under_way.add_own(f"{GRADIENT}{name_of(slot)}", slot.view_in(flat))
 
 
 class StepReruns(Extra):
-    """Runs steps again and compares. It stands behind whatever else judges a step."""
+    """Recompute steps and compare. It must come after all other extras that judge a step."""
 
     def __init__(self, cfg: TrainConfig, recorder: StepRecorder, mesh: Mesh) -> None:
         self.every = cfg.rerun_every
         self.suspects = cfg.rerun_suspects
         self.recorder = recorder
-        # a ledger of its own: what a step sends is compared with closed forms
+        # a separate ledger, since a step's traffic is checked against closed forms
         self.everyone = dataclasses.replace(mesh.world, ledger=Counter())
-        self.lines: list[str] = []  # what the rerun of a suspect step has shown
+        self.lines: list[str] = []  # results of rerunning suspect steps
 
     def judge(
         self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
     ) -> Tensor:
-        """Run the step again if that is due, or if it is suspect on any rank. Collective.
+        """Recompute the step if that is due, or if the step is suspect on any rank. Collective.
 
         A step is suspect if it is not finite or a spike. Raises ComputeDiffers on all ranks.
         """
@@ -162,14 +162,14 @@ class StepReruns(Extra):
     # ---- the comparison ------------------------------------------------------------------------------------
 
     def run_again(self, again: Callable[[], Gradients]) -> NumbersRecord:
-        """The same step once more."""
+        """Recompute the same step and return its record."""
         self.recorder.restore()
         self.recorder.finish(again())
-        assert self.recorder.record is not None  # as the first computation
+        assert self.recorder.record is not None  # as for the first computation
         return self.recorder.record
 
     def compare_runs(self, step: int, record: NumbersRecord, again: Callable[[], Gradients]) -> None:
-        """Runs the step again. Raises ComputeDiffers if that gives other bits, after a third run."""
+        """Recompute the step. Raises ComputeDiffers, after a third run, if the bits differ."""
         device = self.recorder.buckets[0].grads.local.device
         first = record.digests(device)
         second = self.run_again(again).digests(device)
@@ -191,14 +191,14 @@ class StepReruns(Extra):
         )
 
     def is_so_anywhere(self, flags: Sequence[bool]) -> list[bool]:
-        """Of each flag, whether it is true on any rank. Collective: one all-reduce, on the host."""
+        """Return for each flag whether it is true on any rank. Collective: one all-reduce on the host."""
         own = torch.tensor(flags, dtype=torch.int32)
         return [bool(flag) for flag in comm.all_reduce_max(own, self.everyone).tolist()]
 
     def who_is_wrong(self, entries: list[RecordEntry]) -> str:
-        """Names ranks and hosts, in the same words on every rank. Collective.
+        """Name the faulty ranks and hosts, with the same message on every rank. Collective.
 
-        entries: those of this rank that differ.
+        entries: this rank's differing entries.
         """
         gradients = [entry.what for entry in entries if entry.what.startswith(GRADIENT)]
         own = {

@@ -1,11 +1,10 @@
-"""Whether a job that has ended may start again by itself, and what it left in its run folder to judge by.
+"""Decide from the run folder whether a job that has ended should be restarted automatically.
 
-scripts/launch.py and scripts/slurm/train.sbatch ask here, so both believe the same words. Needs no torch.
+scripts/launch.py and scripts/slurm/train.sbatch both use this, so they decide alike. Needs no torch.
 
-    python -m runtime.restarts RUN     prints the newest step that was kept, the job's exit code, 1 where
-                                       another start may succeed, and the hosts whose devices compute wrongly,
-                                       as a,b; code and start are - where no rank left a reason, and hosts
-                                       where there are none
+    python -m runtime.restarts RUN     prints the newest saved step, the job's exit code, 1 if a restart may
+                                       succeed, and the hosts with faulty devices as a,b. Code and restart
+                                       are - if no rank left a reason, and hosts is - if there are none.
 """
 import contextlib
 import json
@@ -16,39 +15,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LOST = (1, 76, 80)  # codes of a job that lost a rank: its connection, a hang, replicas that differ
-REQUEUED = (75, 76, 80, 82)  # where an older exit reason says nothing of another start
+LOST = (1, 76, 80)  # exit codes of a job that lost a rank: connection, hang, differing replicas
+REQUEUED = (75, 76, 80, 82)  # codes to requeue on if an older exit reason does not say
 MAX_IDLE_RESTARTS = 3  # restarts in a row without a newer checkpoint
 FIRST_STEP = -1  # before the first checkpoint
-MEMORY_RECORD = "memory.json"  # which checkpoints in memory count (checkpoint/memory.py)
-HOST = re.compile(r"[A-Za-z0-9._-]+")  # a name
-CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed one (checkpoint/disk/store.py)
+MEMORY_RECORD = "memory.json"  # records the valid in-memory checkpoints (checkpoint/memory.py)
+HOST = re.compile(r"[A-Za-z0-9._-]+")  # a valid host name
+CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed checkpoint (checkpoint/disk/store.py)
 
 
 @dataclass(frozen=True)
 class ExitReason:
-    """The reason that a rank has left for the end of the job. requeue: whether another start may succeed."""
+    """The exit reason that a rank has left. requeue: whether a restart may succeed."""
 
     code: int
     requeue: bool
 
 
 class Kept(NamedTuple):
-    """The newest steps that the starts of a run have kept. newest: on the disk or in the memory of nodes."""
+    """The newest saved steps of a run. newest: on disk or in the memory of nodes."""
 
     on_disk: int
     newest: int
 
 
 def newest_step(run: Path) -> int:
-    """The step of the newest committed checkpoint; FIRST_STEP before there is one."""
+    """Return the step of the newest committed checkpoint, or FIRST_STEP if there is none."""
     names = [path.name for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
     found = [CHECKPOINT.fullmatch(name) for name in names]
     return max((int(match[1]) for match in found if match), default=FIRST_STEP)
 
 
 def progress(run: Path) -> Kept:
-    """The newest steps that the starts of the run have kept until now."""
+    """Return the newest saved steps of the run so far."""
     on_disk = newest_step(run)
     steps = [on_disk]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -58,11 +57,11 @@ def progress(run: Path) -> Kept:
 
 
 def read_reason(run: Path) -> ExitReason | None:
-    """The job's exit reason, or that of the first rank that left one; None without any.
+    """Return the job's exit reason, or that of the lowest rank with one, or None.
 
-    exit_reason.json is that of rank 0, or of the rank that failed first.
+    exit_reason.json was written by rank 0 or by the rank that failed first.
     """
-    for file in sorted(run.glob("exit_reason*.json")):  # exit_reason.json is the first
+    for file in sorted(run.glob("exit_reason*.json")):  # exit_reason.json sorts first
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             fields = json.loads(file.read_text())
             code = int(fields["code"])
@@ -71,7 +70,7 @@ def read_reason(run: Path) -> ExitReason | None:
 
 
 def wrong_devices(run: Path) -> list[dict[str, Any]]:
-    """The reasons of the ranks that found before the first step that their device computes wrongly
+    """Return the exit reasons of the ranks whose device failed the probe before the first step
     (runtime/probes.py)."""
     found: list[dict[str, Any]] = []
     for file in run.glob("exit_reason*.json"):
@@ -83,37 +82,37 @@ def wrong_devices(run: Path) -> list[dict[str, Any]]:
 
 
 def ranks_with_wrong_devices(run: Path) -> set[int]:
-    """See wrong_devices."""
+    """Return the ranks of wrong_devices."""
     ranks = {fields.get("rank") for fields in wrong_devices(run)}
     return {rank for rank in ranks if isinstance(rank, int)}
 
 
 def hosts_with_wrong_devices(run: Path) -> set[str]:
-    """See wrong_devices."""
+    """Return the hosts of wrong_devices."""
     hosts = {str(fields.get("host")) for fields in wrong_devices(run)}
     return {host for host in hosts if HOST.fullmatch(host)}
 
 
 def remove_reasons(run: Path) -> None:
-    """Removes those of an earlier start, which would be taken for the next one's."""
+    """Remove the exit reasons of an earlier launch, so that they are not taken for those of the next."""
     for file in run.glob("exit_reason*.json"):
         with contextlib.suppress(OSError):
             file.unlink()
 
 
 class RestartCount:
-    """Counts restarts that bring no newer checkpoint. best: the newest ones when the count begins."""
+    """Count restarts without progress. best: the newest checkpoints when counting starts."""
 
     def __init__(self, best: Kept) -> None:
         self.best = best
         self.num_idle = 0
 
     def allows_restart(self, kept: Kept) -> bool:
-        """Whether to start again. kept: the newest checkpoints now, after a start has failed.
+        """Return whether to restart. kept: the newest checkpoints now, after a launch has failed.
 
-        Progress is another one on the disk: a newer one, or an older one of a run that has gone back
-        (optim.spike_rewind). One in memory is progress if no start since then has had a newer one: what is in
-        memory is lost with nodes, and the same steps could come again and again.
+        A different newest checkpoint on disk is progress: a newer one, or an older one after a rewind
+        (optim.spike_rewind). One in memory is progress only if it is newer than any since then: memory is
+        lost with nodes, so the same steps could be saved again and again.
         """
         if kept.on_disk != self.best.on_disk:
             self.num_idle = 0
@@ -126,7 +125,7 @@ class RestartCount:
 
 
 def words_of_hosts(hosts: set[str]) -> str:
-    """a,b; - without any."""
+    """Format as a,b, or - if there are none."""
     return ",".join(sorted(hosts)) or "-"
 
 

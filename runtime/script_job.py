@@ -1,7 +1,6 @@
-"""A script in one process, or on ranks that torchrun or srun has started: it joins them as train.py does.
+"""Run a script in one process, or on ranks launched by torchrun or srun, which join like those of train.py.
 
-The first rank prints what is meant for stdout, the others print nothing there. A rank that fails ends all of
-them with its message (runtime/peers.py).
+Only the first rank prints to stdout. A rank that fails ends all of them with its message (runtime/peers.py).
 """
 import argparse
 import contextlib
@@ -20,7 +19,7 @@ from runtime.peers import PeerWatch
 
 @dataclass(frozen=True)
 class ScriptJob:
-    """The ranks of a script, before they are connected. words: of its command line."""
+    """The ranks of a script before they are connected. words: the command-line arguments."""
     peers: PeerWatch
     words: Sequence[str]
 
@@ -30,11 +29,11 @@ class ScriptJob:
 
     @property
     def ranks_on_node(self) -> int:
-        """Number of the job's ranks on this rank's machine."""
+        """Number of the job's ranks on this rank's node."""
         return setup.rank_and_world()[3]
 
     def join(self, threads: int | None = None, kind: str = "auto") -> World:
-        """Connects the ranks. threads, kind: see setup.script_device. Collective. Raises ConfigError."""
+        """Connect the ranks. threads, kind: see setup.script_device. Collective. Raises ConfigError."""
         device = setup.script_device(threads, kind)
         world = join_job(
             device,
@@ -51,7 +50,7 @@ class ScriptJob:
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    """The options of a script whose ranks hold one model together."""
+    """Add the layout options of a script whose ranks shard one model."""
     for axis, what in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(
             f"--parallel.{axis}", dest=axis, type=int, metavar="N",
@@ -60,7 +59,7 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_layout_options(args: argparse.Namespace) -> None:
-    """Raises ConfigError if a degree is out of range."""
+    """Raise ConfigError if a degree is out of range."""
     for axis in ("tp", "pp"):
         degree = getattr(args, axis)
         if degree is not None and degree < 1:
@@ -69,9 +68,9 @@ def check_layout_options(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def script_job(words: Sequence[str]) -> Iterator[ScriptJob]:
-    """The job of a script: all that it does is inside."""
+    """Set up the job of a script, around everything the script does."""
     rank, size = setup.rank_and_world()[:2]
-    leaving: SystemExit | None = None  # --help ends so, without a failure
+    leaving: SystemExit | None = None  # raised by --help, which is not a failure
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
         with silent_unless(rank == 0):
             try:
@@ -84,7 +83,7 @@ def script_job(words: Sequence[str]) -> Iterator[ScriptJob]:
 
 @contextlib.contextmanager
 def silent_unless(speaks: bool) -> Iterator[None]:
-    """Prints nothing to stdout inside, unless this rank speaks."""
+    """Silence stdout inside, unless `speaks`."""
     if speaks:
         yield
         return
@@ -93,7 +92,7 @@ def silent_unless(speaks: bool) -> Iterator[None]:
 
 
 def check_same_start(world: World, words: Sequence[str]) -> None:
-    """Raises ConfigError, which names the rank, if one has other words, code or another torch than the first.
+    """Raise ConfigError, naming the rank, if one differs from rank 0 in arguments, code or torch version.
 
     Collective: gathers a few hundred bytes from each rank.
     """

@@ -1,8 +1,8 @@
-"""Start-up of one process: its rank, device, threads and seeds. The only reader of environment variables.
+"""Set up a process: rank, device, threads and seeds. The only reader of environment variables.
 
-Rank and world size come from torchrun's variables, which scripts/launch.py sets too, else from those of a
-bare `srun`, else this is the only process. The environment is never written to a file or a log, and `redact`
-removes secrets from text that is about to be written.
+Rank and world size come from torchrun's variables, which scripts/launch.py also sets, or from those of a bare
+`srun`; otherwise this is the only process. The environment is never written to a file or a log, and `redact`
+removes secrets from text before it is written.
 """
 import contextlib
 import faulthandler
@@ -29,31 +29,31 @@ from runtime.processes import catches, die_with_parent, process_seconds
 from runtime.spares import SPARE_WORD, wait_for_job
 from runtime.tensorboard_sink import check_tensorboard
 
-if TYPE_CHECKING:  # a run without faults loads no injector
+if TYPE_CHECKING:  # imported only by runs with faults
     from runtime.faults import FaultHook
 
-# in the names of environment variables whose values are never written
+# parts of the names of environment variables whose values are never written
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
-MIN_SECRET_LENGTH = 6  # a shorter value would also match ordinary words
+MIN_SECRET_LENGTH = 6  # shorter values would match ordinary words
 
-WANDB_MODES = ("off", "offline", "online")  # from the most private on
-WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # W&B's own names -> ours
+WANDB_MODES = ("off", "offline", "online")  # most private first
+WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # W&B's names -> ours
 
-# unless the environment has them. Read when CUDA starts, which may be when GPUs are counted:
+# Defaults for unset variables that CUDA reads when it starts, which may be when GPUs are counted.
 CUDA_ENVIRONMENT = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues, enough for the streams of all groups
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues for the streams of all groups
 }
-# read by torch when it connects ranks, on GPUs:
+# Defaults for unset variables that torch reads when it connects ranks, on GPUs.
 GPU_ENVIRONMENT = {
-    "TORCH_NCCL_HIGH_PRIORITY": "1",  # else a product that fills the GPU holds up an exchange beside it
-    "TORCH_GLOO_LAZY_INIT": "1",  # the host connects to the few ranks that its sums need, not to all
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # so that a GEMM that fills the GPU does not delay collectives
+    "TORCH_GLOO_LAZY_INIT": "1",  # connect only to the few ranks that host reductions need
 }
-BATCH_STEP_ID = 0xFFFFFFF0  # SLURM's step ids from here on are no steps of srun
+BATCH_STEP_ID = 0xFFFFFFF0  # SLURM step ids from here on are not srun steps
 
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Where W&B sends to. `mode` is off, offline or online; `note` says why it differs from the config's."""
+    """W&B settings. `mode` is off, offline or online; `note` says why it differs from the config."""
 
     mode: str = "off"
     project: str | None = None
@@ -65,7 +65,7 @@ class WandbSettings:
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """The launch environment of this process. Holds no secret."""
+    """The launch environment of this process. Contains no secrets."""
 
     rank: int = 0
     world: int = 1
@@ -73,14 +73,14 @@ class LaunchEnv:
     local_world: int = 1
     device: torch.device = torch.device("cpu")
     threads: int = 1
-    deterministic: bool = True  # whether only deterministic kernels run
+    deterministic: bool = True  # whether only deterministic kernels are allowed
     host: str = ""
     color: bool = False  # whether the console may use colours
     wandb: WandbSettings = WandbSettings()
-    provenance: Provenance | None = None  # what made this start; on rank 0 alone
+    provenance: Provenance | None = None  # of this launch; only on rank 0
 
     def __str__(self) -> str:
-        """For the first line of the console: torch 2.13.0 · cpu x1 (2 threads)"""
+        """Format for the first line of the console: torch 2.13.0 · cpu x1 (2 threads)."""
         version = torch.__version__.partition("+")[0]
         if self.device.type == "cuda":
             return f"torch {version} · {torch.cuda.get_device_name(self.device)} x{self.world}"
@@ -91,7 +91,7 @@ class LaunchEnv:
 
 
 def read_environment(cfg: Config) -> LaunchEnv:
-    """Prepares this process and describes it.
+    """Prepare this process and return its environment.
 
     Raises ConfigError if the environment or the device does not fit the config.
     """
@@ -99,7 +99,7 @@ def read_environment(cfg: Config) -> LaunchEnv:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 
-    # stacks of all threads: at a crash, and at kill -USR2, which has no other effect
+    # dump the stacks of all threads at a crash, and at kill -USR2, which has no other effect
     faulthandler.enable(2)
     faulthandler.register(signal.SIGUSR2, file=2)
 
@@ -133,39 +133,39 @@ def read_environment(cfg: Config) -> LaunchEnv:
 
 
 def is_deterministic(cfg: Config, device: torch.device) -> bool:
-    """train.deterministic; without it, whether steps are run again, or the device loses nothing by it."""
+    """Return train.deterministic; the default is True on a CPU, where it is free, and with step reruns."""
     if cfg.train.deterministic is None:
         return device.type == "cpu" or cfg.train.rerun_every is not None or cfg.train.rerun_suspects
     return cfg.train.deterministic
 
 
 def set_determinism(deterministic: bool, compiles: bool) -> None:
-    """deterministic: an operation without a deterministic implementation becomes an error.
+    """With `deterministic`, make operations without a deterministic implementation raise.
 
-    Call it before the first product on a GPU. compiles: whether torch.compile is used.
+    Call it before the first GEMM on a GPU. compiles: whether torch.compile is used.
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
-        # else every torch.empty is also filled; torch's stubs do not know this property of the module
+        # do not fill every torch.empty; torch's stubs lack this property of the module
         options = torch.utils.deterministic
         options.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if compiles:
-        # this call also configures the compiler, whose import takes seconds
+        # also configures the compiler, whose import takes seconds
         torch.use_deterministic_algorithms(deterministic)
     else:
         torch.set_deterministic_debug_mode("error" if deterministic else "default")
 
 
 def keep_harness_in_one_process() -> None:
-    """lm-eval makes standard errors in forked processes, unless told not to. The fork of a process with
-    torch's threads can wait forever."""
+    """Stop lm-eval from computing standard errors in forked processes: a fork of a process with torch's
+    threads can deadlock."""
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
 
 
 # ---- the launcher ------------------------------------------------------------------------------------------
 
 def rank_and_world() -> tuple[int, int, int, int]:
-    """Returns (rank, world size, local rank, local world size). Raises ConfigError if they contradict."""
+    """Return (rank, world size, local rank, local world size). Raises ConfigError if they contradict."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
         rank = environment_number("RANK")
@@ -174,11 +174,11 @@ def rank_and_world() -> tuple[int, int, int, int]:
         local_world = environment_number("LOCAL_WORLD_SIZE", world)
     elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and not in_batch_script():
         rank = environment_number("SLURM_PROCID")
-        # of the step, which may be smaller than the job
+        # the size of the srun step, which may be smaller than the job
         world = environment_number("SLURM_STEP_NUM_TASKS", environment_number("SLURM_NTASKS"))
         nodes = environment_number("SLURM_STEP_NUM_NODES", environment_number("SLURM_NNODES", 1))
         local_rank = environment_number("SLURM_LOCALID", rank)
-        local_world = max(-(-world // nodes), local_rank + 1)  # nodes may hold different numbers of ranks
+        local_world = max(-(-world // nodes), local_rank + 1)  # nodes may differ in their number of ranks
     else:
         return 0, 1, 0, 1
     if not (0 <= rank < world and 0 <= local_rank < local_world):
@@ -189,14 +189,14 @@ def rank_and_world() -> tuple[int, int, int, int]:
 
 
 def restart_count() -> str:
-    """How often torchrun (--max-restarts) has restarted this job. The store keeps its keys over a restart."""
+    """Return how often torchrun (--max-restarts) has restarted this job; its store survives restarts."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def words_of_process(argv: list[str]) -> list[str]:
-    """argv; in a spare (runtime/spares.py) the words of the rank that it becomes, when its launcher says so.
+    """Return argv. A spare (runtime/spares.py) waits for the arguments of the rank it becomes instead.
 
-    Its environment is that rank's then. A spare that is needed no more ends here.
+    A spare also takes that rank's environment, or exits here if it is not needed.
     """
     if argv != [SPARE_WORD]:
         return argv
@@ -209,15 +209,16 @@ def words_of_process(argv: list[str]) -> list[str]:
 
 
 def seconds_since_start() -> float:
-    """Since the kernel started this process, or it became a rank; 0.0 where nobody knows."""
+    """Return the seconds since this process started or became a rank, or 0.0 if unknown."""
     return max(0.0, process_seconds() - float(os.environ.get("BEVATRON_SPARE_SECONDS", "0")))
 
 
 def launcher_notes() -> list[str]:
-    """A line for the log where a torchrun would die of the SIGUSR1 that schedulers send before they stop a
-    job, and the ranks with it, before they can save. Empty otherwise, and where /proc does not tell.
+    """Return a warning if torchrun does not handle SIGUSR1, which schedulers send before they stop a job.
+
+    It would kill torchrun and the ranks before they can save. Returns [] otherwise, or without /proc.
     """
-    # no launcher, or scripts.launch, which passes it on
+    # no launcher, or scripts.launch, which forwards the signal
     if os.environ.get("TORCHELASTIC_RUN_ID", "launch") == "launch":
         return []
     if catches(os.getppid(), signal.SIGUSR1) is not False:
@@ -227,17 +228,17 @@ def launcher_notes() -> list[str]:
 
 
 def store_secret() -> str:
-    """The secret of the ranks of this job, for the words in its store (runtime/peers.py); "" without one."""
+    """Return the job's secret that authenticates values in its store (runtime/peers.py), or ""."""
     return os.environ.get("BEVATRON_STORE_SECRET", "")
 
 
 def in_batch_script() -> bool:
-    """True in the body of an sbatch script: it has the job's SLURM_NTASKS, but is one process, not srun's."""
+    """Return True in the body of an sbatch script, a single process that also has the job's SLURM_NTASKS."""
     return environment_number("SLURM_STEP_ID", 0) >= BATCH_STEP_ID
 
 
 def environment_number(name: str, default: int | None = None) -> int:
-    """An integer of the environment. Raises ConfigError if it is none, or absent without a default."""
+    """Read an integer from the environment. Raises ConfigError if invalid, or unset without a default."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
@@ -250,7 +251,7 @@ def environment_number(name: str, default: int | None = None) -> int:
 # ---- threads, device, seeds, faults ------------------------------------------------------------------------
 
 def set_threads(count: int | None) -> None:
-    """Sets the threads of a script (--threads). None leaves what torch took from OMP_NUM_THREADS.
+    """Set the threads of a script (--threads); None keeps the number that torch took from OMP_NUM_THREADS.
 
     Raises ConfigError.
     """
@@ -261,10 +262,10 @@ def set_threads(count: int | None) -> None:
 
 
 def script_device(threads: int | None, kind: str = "auto") -> torch.device:
-    """Prepares a process of a script, and returns its device. threads: of --threads. kind: auto, or cpu.
+    """Prepare a process of a script and return its device. threads: --threads. kind: auto or cpu.
 
-    Of one process the threads are those of set_threads; ranks divide the cores of their node, as train.py's
-    do. Raises ConfigError.
+    A single process uses set_threads; several ranks divide the cores of their node, as in train.py. Raises
+    ConfigError.
     """
     _, world, local_rank, local_world = rank_and_world()
     set_threads(threads)
@@ -278,10 +279,10 @@ def script_device(threads: int | None, kind: str = "auto") -> torch.device:
 
 
 def spare_threads(local_world: int = 1) -> int:
-    """CPU threads for one of `local_world` processes: at most 4, and one core of more than 2 stays free.
+    """Return the CPU threads of a process: at most 4, and one core of more than 2 stays free.
 
-    Two threads on a core that another process uses run ten times slower than one. So the cores that this
-    container may use count, not those of the machine.
+    local_world: processes that share the cores. Two threads on a core that another process uses run ten times
+    slower than one, so this counts the cores that the container may use, not those of the machine.
     """
     cores = usable_cores()
     try:
@@ -294,7 +295,7 @@ def spare_threads(local_world: int = 1) -> int:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank. kind: train.device (auto, cpu, cuda, mps).
+    """Return the device of this rank. kind: train.device (auto, cpu, cuda, mps).
 
     Raises ConfigError if there is no GPU for this rank.
     """
@@ -319,20 +320,20 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:
-    """Sets variables of the environment that are not set."""
+    """Set environment variables that are unset."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """The device's peak FLOP/s in `dtype` (a name of train.dtype), from its data sheet; None if unknown."""
+    """Return the device's peak FLOP/s in `dtype` (a train.dtype) from its data sheet, or None if unknown."""
     if device.type != "cuda":
         return None
     return peak_flops_of_gpu(torch.cuda.get_device_name(device), dtype)
 
 
 def peak_flops_of_gpu(name: str, dtype: str) -> float | None:
-    """As peak_flops, by the GPU's name: the longest name in configs/clusters.yaml that it contains counts."""
+    """Look up peak_flops by the GPU's name, using the longest name in configs/clusters.yaml it contains."""
     gpus = config.read_yaml(CONFIG_FOLDER / "clusters.yaml")["gpus"]
     matching = [gpu for gpu in gpus if gpu in name.lower()]
     if not matching:
@@ -342,9 +343,9 @@ def peak_flops_of_gpu(name: str, dtype: str) -> float | None:
 
 
 def seed_everything(cfg: Config) -> None:
-    """Seeds the global generators.
+    """Seed the global generators.
 
-    Weights, sample order and dropout do not use them: they are functions of train.seed.
+    Weights, sample order and dropout do not use them; they are functions of train.seed.
     """
     random.seed(cfg.train.seed)
     np.random.seed(cfg.train.seed % 2**32)
@@ -352,13 +353,13 @@ def seed_everything(cfg: Config) -> None:
 
 
 def no_fault(point: str, step: int | None = None, /, **seen: object) -> str | None:
-    """The fault hook of a run without faults."""
+    """Do nothing: the fault hook of a run without faults."""
 
 
 def fault_injector(env: LaunchEnv, known: Collection[str] = ()) -> "FaultHook":
-    """The fault hook (runtime/faults.py) with the faults of the variable FAULT; no_fault without any.
+    """Return the fault hook (runtime/faults.py) for the variable FAULT, or no_fault if it is empty.
 
-    known: all names of fault points. Raises ConfigError if FAULT does not parse or names an unknown point.
+    known: names of all fault points. Raises ConfigError if FAULT does not parse or names an unknown point.
     """
     text = os.environ.get("FAULT", "")
     if not text:
@@ -369,14 +370,14 @@ def fault_injector(env: LaunchEnv, known: Collection[str] = ()) -> "FaultHook":
 
 
 def asks_for_faults() -> bool:
-    """Whether FAULT names any fault."""
+    """Return whether FAULT names any fault."""
     return bool(os.environ.get("FAULT"))
 
 
 # ---- the console and W&B -----------------------------------------------------------------------------------
 
 def wants_color() -> bool:
-    """True on a terminal with colours, unless NO_COLOR is set (no-color.org)."""
+    """Return True on a terminal with colours, unless NO_COLOR is set (no-color.org)."""
     try:
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     except (AttributeError, ValueError):  # stdout is closed or replaced
@@ -384,9 +385,9 @@ def wants_color() -> bool:
 
 
 def wandb_settings(cfg: Config) -> WandbSettings:
-    """The W&B settings.
+    """Return the W&B settings.
 
-    Of log.wandb and WANDB_MODE the more private one counts. Without a key, online becomes offline.
+    The more private of log.wandb and WANDB_MODE wins. Without a key, online becomes offline.
     """
     env = os.environ
     mode = cfg.log.wandb
@@ -408,7 +409,7 @@ def wandb_settings(cfg: Config) -> WandbSettings:
 
 
 def has_netrc_key() -> bool:
-    """True if `wandb login` has left a key on this machine. Looks for the host's entry, not for the key."""
+    """Return whether `wandb login` has stored a key on this machine. Checks the host's entry, not the key."""
     url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     host = url.partition("//")[2].partition("/")[0]
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
@@ -418,10 +419,10 @@ def has_netrc_key() -> bool:
         return False
 
 
-# ---- what made this start ----------------------------------------------------------------------------------
+# ---- provenance --------------------------------------------------------------------------------------------
 
 def start_provenance(env: LaunchEnv, argv: Sequence[str]) -> Provenance:
-    """The provenance of this start: train.py with these words. Takes some hundredths of a second."""
+    """Return the provenance of this launch of train.py with `argv`. Takes a few hundredths of a second."""
     command = typed(["python", "train.py", *map(redact, argv)])
     is_gpu = env.device.type == "cuda"
     hardware = {
@@ -439,7 +440,7 @@ def start_provenance(env: LaunchEnv, argv: Sequence[str]) -> Provenance:
 # ---- exit_reason.json --------------------------------------------------------------------------------------
 
 def redact(text: str) -> str:
-    """`text` with <NAME> for the values of environment variables whose names suggest a secret."""
+    """Replace the values of environment variables whose names suggest a secret by <NAME>."""
     for name, value in os.environ.items():
         is_secret = any(word in name.upper() for word in SECRET_WORDS)
         if is_secret and len(value) >= MIN_SECRET_LENGTH:
@@ -448,7 +449,7 @@ def redact(text: str) -> str:
 
 
 def remove_exit_reasons(run_dir: Path) -> None:
-    """Removes the exit reasons of an earlier start, also half written ones, and the stacks of its ranks.
+    """Remove the exit reasons of an earlier launch, including partial ones, and the stacks of its ranks.
 
     Call it under the run's lock, before a rank can fail.
     """
@@ -460,12 +461,12 @@ def remove_exit_reasons(run_dir: Path) -> None:
 
 def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, requeue: bool = False,
                       of_job: bool = False, of_device: bool = False) -> bool:
-    """Writes exit_reason.json (rank 0) or exit_reason.rankN.json atomically.
+    """Write exit_reason.json (rank 0) or exit_reason.rankN.json atomically.
 
-    It keeps the exit code, because torchrun turns every cause into code 1.
-    requeue: whether another start may succeed. of_job: writes exit_reason.json whatever the rank is.
-    of_device: the rank's device computes wrongly, so that the next start is to be without it.
-    Returns False instead of raising OSError: a full disk must not hide why the process ends.
+    It records the exit code, because torchrun turns every failure into code 1.
+    requeue: whether a restart may succeed. of_job: write exit_reason.json on any rank. of_device: this rank's
+    device computes wrong results, so the next launch should exclude it.
+    Returns False instead of raising OSError, since a full disk must not hide why the process ends.
     """
     file = Path(run_dir) / ("exit_reason.json" if rank == 0 or of_job else f"exit_reason.rank{rank}.json")
     temp = file.with_name(f"{file.name}.{os.getpid()}.tmp")

@@ -1,15 +1,14 @@
-"""Where the time of a step went on a rank, and what was found slow: what runtime/metrics.py and
-runtime/slow.py tell each other."""
+"""The types that runtime/metrics.py and runtime/slow.py exchange: a step's time breakdown, and slow ranks."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 COMPUTE, DATA, LINK, STOPPED = "compute", "data", "link", "stopped"
-Place = tuple[str, tuple[int, ...]]  # why, or the name of a group; and ranks
+Place = tuple[str, tuple[int, ...]]  # (reason or group name, ranks)
 
 
 @dataclass(frozen=True)
 class StepShares:
-    """Where the time of one step went on this rank, in ms. waits: by group."""
+    """Time breakdown of one step on this rank, in ms. waits: {group: ms}."""
     step: int
     step_ms: float
     data_ms: float
@@ -25,8 +24,8 @@ class StepShares:
 class Slow:
     """A slow rank or link. why: COMPUTE, DATA, LINK or STOPPED.
 
-    ranks: the slow one; of a link those of its group, whose name is `group`. ms: a step; of STOPPED in the
-    whole window. usual_ms: of the others, or before.
+    ranks: the slow rank, or for a link the ranks of its group, named `group`. ms: time per step, or per
+    window for STOPPED. usual_ms: that of the others, or of earlier windows.
     """
     why: str
     ranks: tuple[int, ...]
@@ -40,11 +39,11 @@ class Slow:
 
     @property
     def place(self) -> Place:
-        """The key by which it is the same as in the window before."""
+        """Key that identifies it across windows."""
         return self.why, self.ranks
 
 
 def slow_link(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """slow link of ranks 4, 5 on node2. hosts: of all ranks."""
+    """Format as "slow link of ranks 4, 5 on node2". hosts: the host of every rank."""
     own_hosts = dict.fromkeys(hosts[rank] for rank in ranks)
     return f"slow link of ranks {', '.join(map(str, ranks))} on {', '.join(own_hosts)}"

@@ -1,6 +1,6 @@
-"""Where a run's numbers go beside metrics.jsonl and the console: Weights & Biases, TensorBoard.
+"""Sinks for metrics in addition to metrics.jsonl and the console: Weights & Biases, TensorBoard.
 
-Every sink takes the same four things, and none of them stops training: a sink that fails says so once, and
+All sinks share one interface, and none can stop training: a sink that fails reports it once, and
 metrics.jsonl has everything.
 """
 from pathlib import Path
@@ -10,38 +10,38 @@ from config.exit_codes import FINISHED, STOPPED_EARLY
 
 Values = dict[str, Any]
 
-# Exit code: how a run ended, and the level of the alert that says so. Any other is a failure.
+# {exit code: (how the run ended, alert level)}; any other code is a failure.
 ENDINGS = {FINISHED: ("finished", "INFO"), STOPPED_EARLY: ("stopped early", "WARN")}
 
 
 class Sink(Protocol):
-    """A place that keeps what a run reports. No method waits long, and none raises."""
+    """A destination for metrics. Methods never block for long and never raise."""
 
     def describe(self, facts: Values) -> None:
-        """The facts of the run: sizes, layout, FLOPs a token."""
+        """Add facts about the run: sizes, layout, FLOPs per token."""
 
     def put(self, step: int, values: Values) -> None:
-        """Numbers of one step, by their names in the sink ("train/loss")."""
+        """Log the values of one step by their names in the sink ("train/loss")."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A text that the model wrote."""
+        """Log generated text."""
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """A PNG file."""
+        """Log a PNG file."""
 
     def checkpoint(self, step: int, folder: Path, files: list[Path]) -> None:
-        """Where the newest checkpoint lies, and files of the run that say what it is."""
+        """Log the location of the newest checkpoint, with files that describe the run."""
 
     def rewind(self, step: int) -> None:
-        """The run goes back: the steps after this one are trained, and reported, again."""
+        """Handle a rewind: the steps after this one will be trained and logged again."""
 
     def warning(self) -> str | None:
-        """The first call says what went wrong, later ones return None."""
+        """Return what went wrong on the first call, and None after that."""
 
     def close(self, code: int, closing_line: str) -> None:
-        """The run is over: its exit code, and how it says so."""
+        """Close the sink with the run's exit code and closing line."""
 
 
 def ending(code: int) -> tuple[str, str]:
-    """("finished", "stopped early" or "failed with code 77"; INFO, WARN or ERROR)."""
+    """Return ("finished", "stopped early" or "failed with code 77"; INFO, WARN or ERROR)."""
     return ENDINGS.get(code, (f"failed with code {code}", "ERROR"))

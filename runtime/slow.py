@@ -1,22 +1,22 @@
-"""SlowRanks: which rank is slow, on which host, and whether its computation, its data or a link is.
+"""SlowRanks: find slow ranks, their hosts, and whether compute, data loading or a link is the cause.
 
-Ranks wait for each other, so a step takes equally long on all of them. What tells them apart is where the
-time of a rank goes, in ms of a step:
+Ranks wait for each other, so a step takes equally long on all of them. They differ in how they spend the time
+of a step, in ms:
 
-    compute   the step, less what follows
+    compute   the step, minus the following
     data      waiting for the loader
-    link      waiting in exchanges, by group. The rank of a group that comes last waits least, and only for
-              the transfers: the least wait of a group is what its link takes
-    stopped   the process did not run at all: a signal, or a host without a core for it (PauseClock)
+    link      waiting in collectives, by group. The last rank of a group to arrive waits least, and only for
+              the transfers, so the minimum wait of a group is the time of its link
+    stopped   the process did not run at all: a signal, or no core for it on its host (PauseClock)
 
-Each rank takes medians over a window of steps, which one odd step does not move. Then the ranks gather these
-numbers. A rank is compared with the others of its pipeline stage, which compute the same; a group with the
-others of its axis. Where there is no other, it is compared with its own windows before. What exceeds that by
-SLOW_SHARE of a step in two windows in a row is reported, once; what goes on is not repeated.
+Each rank takes medians over a window of steps, which single outliers do not move, and the ranks gather them.
+A rank is compared with the others of its pipeline stage, which do the same work; a group with the others of
+its axis; and either with its own earlier windows if there are no others. An excess of SLOW_SHARE of a step in
+two consecutive windows is reported once, and not repeated while it lasts.
 
-Costs: an exchange of 8 x (4 + groups) bytes a rank once a window, on the host, at a step whose numbers are
-read anyway; rank 0 judges. A window is at least log.slow_window steps, and a hundredth of the number of
-ranks: gloo's gather takes as many hops as there are ranks.
+Costs: a host exchange of 8 x (4 + groups) bytes per rank once per window, at a step whose numbers are read
+anyway; rank 0 judges. A window is at least log.slow_window steps, and at least a hundredth of the number of
+ranks, because gloo's gather takes as many hops as there are ranks.
 """
 import statistics
 import threading
@@ -32,14 +32,14 @@ from parallel.wire import comm
 from runtime.metrics import MetricsLogger
 from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Place, Slow, StepShares, slow_link
 
-SLOW_SHARE = 0.2  # of a step, which a rank or a link must cost before it is named
-LEAST_MS = 2.0  # what is less than this is noise of clocks
-RANKS_PER_STEP = 100  # a window is at least the number of ranks / this
-HISTORY = 20  # windows before the present one that say what is usual
-FIRST_HISTORY = 3  # windows, before which nothing is called usual
+SLOW_SHARE = 0.2  # minimum excess of a slow rank or link, as a fraction of a step
+LEAST_MS = 2.0  # less is timing noise
+RANKS_PER_STEP = 100  # a window has at least (number of ranks / this) steps
+HISTORY = 20  # earlier windows to compare with
+FIRST_HISTORY = 3  # windows needed before comparing with earlier ones
 
-TICK_SECONDS = 0.25  # between two looks of a PauseClock
-PAUSE_SECONDS = 1.0  # a gap between two looks that counts as a pause
+TICK_SECONDS = 0.25  # interval of a PauseClock
+PAUSE_SECONDS = 1.0  # a delay of a tick that counts as a pause
 
 STAGE = "pipeline_stage"
 LINK_GROUPS = tuple(name for name in GROUP_AXES if name != "world")
@@ -47,7 +47,7 @@ COLUMNS = (COMPUTE, DATA, STOPPED, "step", *LINK_GROUPS)
 
 
 class PauseClock:
-    """Counts the time in which this process did not run: a thread that wakes late tells of it."""
+    """Measure the time in which this process did not run, by how late a thread wakes up."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -65,7 +65,7 @@ class PauseClock:
             last = now
 
     def take(self) -> float:
-        """Seconds since the last call."""
+        """Return the paused seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -75,10 +75,10 @@ class PauseClock:
 
 
 class SlowRanks:
-    """Call add() once a step on every rank, and close() at the end.
+    """Find slow ranks: call add() after each step on every rank, and close() at the end.
 
-    window: steps (log.slow_window). Without it, or in a job of one rank, nothing is measured. host: of this
-    rank. Collective where it measures.
+    window: steps (log.slow_window). Without it, or in a single-rank job, nothing is measured. host: the host
+    of this rank. Collective if it measures.
     """
 
     def __init__(self, window: int | None, dims: ParallelDims, everyone: comm.Group, host: str) -> None:
@@ -94,21 +94,21 @@ class SlowRanks:
             self.pauses = PauseClock()
 
     def begin_phase(self, dims: ParallelDims) -> None:
-        """Forgets what was usual: other settings hold from now on."""
+        """Reset the history, since the settings change with the phase."""
         self.shares: list[StepShares] = []
-        self.suspects: set[Place] = set()  # of the window before
-        self.named: set[Place] = set()  # and still slow
+        self.suspects: set[Place] = set()  # in the previous window
+        self.named: set[Place] = set()  # already reported and still slow
         self.history: dict[Place, list[float]] = {}
-        self.peers: dict[str, list[tuple[int, ...]]] = {}  # {group: the ranks of each that has several}
+        self.peers: dict[str, list[tuple[int, ...]]] = {}  # {group name: ranks of each group with several}
         if self.measures and self.everyone.index == 0:
             for name in (STAGE, *LINK_GROUPS):
                 groups = dims.groups(*GROUP_AXES[name])
                 self.peers[name] = [tuple(ranks) for ranks in groups if len(ranks) > 1 or name == STAGE]
 
     def add(self, shares: Sequence[StepShares]) -> tuple[list[str], list[Slow]]:
-        """Adds the steps that were read since the last call: as many on all ranks.
+        """Add the steps read since the last call, the same number on all ranks.
 
-        Returns (lines for the console, what is slow) on rank 0; mostly empty. Collective once a window.
+        Returns (console lines, slow ranks and links) on rank 0, usually empty. Collective once per window.
         """
         if not self.measures or self.pauses is None:
             return [], []
@@ -126,18 +126,18 @@ class SlowRanks:
         return [self.line(one, first, last) for one in slow if self.is_new(one)], slow
 
     def judge(self, rows: list[list[float]]) -> list[Slow]:
-        """The ranks and links that are slow now and were a window before; those that stood still, at once.
+        """Return the ranks and links that are slow in two consecutive windows, and stopped ranks at once.
 
         rows: [ranks][COLUMNS].
         """
-        step_ms = max(column(rows, "step"))  # who comes first may wait for the others after its step
+        step_ms = max(column(rows, "step"))  # a rank that is early may wait for the others after its step
         tolerance = max(LEAST_MS, SLOW_SHARE * step_ms)
         stopped = column(rows, STOPPED)
-        usual = statistics.median_low(stopped)  # above 0 where a host stood still with all that runs on it
+        usual = statistics.median_low(stopped)  # above 0 if whole hosts stood still
         found = [Slow(STOPPED, (rank,), ms, usual) for rank, ms in enumerate(stopped)]
         found = [one for one in found if one.excess_ms > 1000 * PAUSE_SECONDS]
 
-        # ranks, then links: who waits for a slow rank has no slow link
+        # check links only if no rank is slow, since waiting for a slow rank looks like a slow link
         suspects = [one for why in (COMPUTE, DATA) for one in self.slow_ranks(column(rows, why), why)]
         links = [one for name in LINK_GROUPS for one in self.slow_links(column(rows, name), name)]
         suspects = [one for one in suspects if one.excess_ms > tolerance]
@@ -149,7 +149,7 @@ class SlowRanks:
         return found + lasting
 
     def slow_ranks(self, values: list[float], why: str) -> list[Slow]:
-        """Each rank beside the others of its pipeline stage. values: of each rank."""
+        """Compare each rank with the others of its pipeline stage. values: one per rank."""
         found: list[Slow] = []
         for ranks in self.peers[STAGE]:
             own = [values[rank] for rank in ranks]
@@ -159,7 +159,7 @@ class SlowRanks:
         return found
 
     def slow_links(self, waits: list[float], name: str) -> list[Slow]:
-        """Each group of an axis beside the others: what its ranks wait at least. waits: of each rank."""
+        """Compare the minimum wait of each group of an axis with the others. waits: one per rank."""
         groups = self.peers[name]
         if not groups:
             return []
@@ -170,7 +170,7 @@ class SlowRanks:
         return [Slow(LINK, ranks, value, usual, name) for ranks, value in zip(groups, least)]
 
     def usual(self, place: Place, values: list[float]) -> float | None:
-        """The median of the values, of two the smaller; of one alone, that of the windows before."""
+        """Return the low median of the values, or for a single value the median of earlier windows."""
         if len(values) > 1:
             return statistics.median_low(values)
         past = self.history.setdefault(place, [])
@@ -180,7 +180,7 @@ class SlowRanks:
         return usual
 
     def is_new(self, one: Slow) -> bool:
-        """Whether it has not been named since it became slow."""
+        """Return whether it has not been reported since it became slow."""
         if one.why == STOPPED:
             return True
         is_new = one.place not in self.named
@@ -188,7 +188,7 @@ class SlowRanks:
         return is_new
 
     def line(self, one: Slow, first: int, last: int) -> str:
-        """slow rank 1 on node7: compute takes 12.8 ms a step, usually 2.8 ms (steps 2 to 21)"""
+        """Format as: slow rank 1 on node7: compute takes 12.8 ms a step, usually 2.8 ms (steps 2 to 21)."""
         steps = f"(steps {first:,} to {last:,})"
         if one.why == LINK:
             return (f"{slow_link(one.ranks, self.hosts)}: exchanges in group {one.group} take "
@@ -205,7 +205,7 @@ class SlowRanks:
 
 
 class SlowReports(Extra):
-    """Reports what SlowRanks finds, a window at a time."""
+    """Log the findings of SlowRanks."""
 
     def __init__(self, slow: SlowRanks, log: MetricsLogger) -> None:
         self.slow = slow
@@ -222,7 +222,7 @@ class SlowReports(Extra):
 
 
 def summarize(shares: Sequence[StepShares], stopped_ms: float) -> list[float]:
-    """COLUMNS of this rank: medians over the steps, and the time in which it stood still."""
+    """Return COLUMNS of this rank: medians over the steps, and the time it was stopped."""
     def median(values: list[float]) -> float:
         return statistics.median(values)
 

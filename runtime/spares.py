@@ -1,12 +1,12 @@
-"""Processes that wait with their imports done, until scripts/launch.py makes ranks of them. Needs no torch.
+"""Preloaded spare processes that scripts/launch.py turns into ranks. Needs no torch.
 
-Python, torch and the modules of train.py take seconds of a core to load, for each rank, and again at each
-restart. A spare has that behind it: `train.py --spare` imports everything, says that it is ready, and waits
-for the words and the environment of a rank. Until then it has joined nothing: no port, no device, no lock.
+Importing Python, torch and train.py's modules takes seconds of a core, for each rank and again at each
+restart. A spare has done that in advance: `train.py --spare` imports everything, reports that it is ready,
+and waits for the arguments and the environment of a rank. Until then it holds no port, device or lock.
 
-- It is a process of its own, not a fork of one that has torch loaded: no thread or lock is copied.
-- It is a child of the launcher, as every rank is, and dies with it.
-- It is used only while the files of the code are those that it has loaded; else it is ended.
+- It is a separate process, not a fork of one that has torch loaded, so no thread or lock is copied.
+- It is a child of the launcher, like every rank, and dies with it.
+- It is used only if the source files are still those that it has loaded; otherwise it is killed.
 """
 import contextlib
 import json
@@ -21,13 +21,13 @@ from typing import NamedTuple
 import config
 from runtime.processes import dying_with
 
-SPARE_WORD = "--spare"  # the only word of such a process
+SPARE_WORD = "--spare"  # the only argument of a spare
 READY = b"+"
-CHUNK = 1 << 16  # bytes that are read at once
+CHUNK = 1 << 16  # bytes per read
 
 
 class RankJob(NamedTuple):
-    """The job of a rank. environment: the variables in which it differs from the launcher's."""
+    """The job of a rank. environment: the variables that differ from the launcher's."""
 
     words: list[str]
     environment: dict[str, str]
@@ -35,7 +35,7 @@ class RankJob(NamedTuple):
 
 @dataclass
 class Spare:
-    """A process that waits. channel: to its standard input. code: sha256 of the files that it loads."""
+    """A waiting process. channel: connected to its stdin. code: sha256 of the source files that it loads."""
 
     process: subprocess.Popen[bytes]
     channel: socket.socket
@@ -46,7 +46,7 @@ class Spare:
         return self.process.poll() is None
 
     def look(self) -> None:
-        """Notes whether it has said that it is ready."""
+        """Check whether it has reported that it is ready."""
         with contextlib.suppress(OSError):
             self.is_ready = self.is_ready or self.channel.recv(1) == READY
 
@@ -58,16 +58,16 @@ class Spare:
 
 
 class Spares:
-    """`with Spares(command, wanted) as spares:` around all starts of a job.
+    """`with Spares(command, wanted) as spares:` around all launches of a job.
 
-    command: of train.py, without words. wanted: how many are to wait.
+    command: that of train.py, without arguments. wanted: the number of spares to keep.
     """
 
     def __init__(self, command: Sequence[str], wanted: int) -> None:
         self.command = [*command, SPARE_WORD]
         self.wanted = wanted
         self.waiting: list[Spare] = []
-        self.used: list[Spare] = []  # that have become ranks
+        self.used: list[Spare] = []  # now ranks
 
     def __enter__(self) -> "Spares":
         return self
@@ -79,10 +79,10 @@ class Spares:
             spare.channel.close()
 
     def tend(self) -> None:
-        """Starts one that is missing, if none is loading: call it again and again while the ranks train.
+        """Start a missing spare unless one is loading; call this repeatedly while the ranks train.
 
-        One at a time, since loading takes a core from the ranks. None follows one that has ended while it was
-        loading: the next would too.
+        Only one loads at a time, since that takes a core from the ranks. After one has died while loading, no
+        more are started, since the next would die too.
         """
         if len(self.waiting) >= self.wanted:
             return
@@ -92,7 +92,7 @@ class Spares:
         self.waiting.append(start_spare(self.command))
 
     def take(self, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-        """A spare that becomes a rank, with these words and variables; None if there is none to use."""
+        """Turn a spare into a rank with these arguments and variables. Returns None if none is usable."""
         self.close_used()
         while self.waiting:
             spare = self.waiting.pop(0)
@@ -104,7 +104,7 @@ class Spares:
                 spare.channel.setblocking(True)
                 spare.channel.sendall(message.encode())
                 spare.channel.shutdown(socket.SHUT_WR)  # the end of the message
-            except OSError:  # it has just ended
+            except OSError:  # it has just died
                 spare.end()
                 continue
             self.used.append(spare)
@@ -112,7 +112,7 @@ class Spares:
         return None
 
     def close_used(self) -> None:
-        """Closes the channels of ranks that have ended. One that is still loading writes to its own."""
+        """Close the channels of ranks that have exited; one that is still loading writes to its channel."""
         for spare in self.used:
             if not spare.lives():
                 spare.channel.close()
@@ -120,7 +120,7 @@ class Spares:
 
 
 def start_spare(command: Sequence[str]) -> Spare:
-    code = config.code_hash()  # before it reads any
+    code = config.code_hash()  # before it reads the files
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -134,7 +134,7 @@ def start_spare(command: Sequence[str]) -> Spare:
 
 
 def wait_for_job() -> RankJob | None:
-    """In a spare: says that it is ready, and waits for its job. Returns None if it is needed no more."""
+    """In a spare, report that it is ready and wait for its job. Returns None if it is not needed."""
     os.write(0, READY)
     received = b""
     with contextlib.suppress(ConnectionResetError):  # the launcher ended before it read READY

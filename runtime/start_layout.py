@@ -1,4 +1,4 @@
-"""The layout of a start that asks for one: the planner's (parallel.auto), or one for the ranks that there are
+"""Choose the layout at launch: the planner's (parallel.auto), or one for the available ranks
 (parallel.elastic).
 """
 from collections.abc import Callable, Collection
@@ -26,14 +26,14 @@ def auto_layout(
     stated: Collection[str],
     told_by_first: Callable[[str, Callable[[], list[Any]]], list[Any]],
 ) -> tuple[Config, list[str]]:
-    """The config, under parallel.auto with the planner's layout, and a line of the header about it.
+    """Return the config, with the planner's layout under parallel.auto, and header lines about it.
 
-    done: steps of the run. stated: keys (section.key) that stay. told_by_first(key, work): what work() is on
-    rank 0, which alone searches. Raises ConfigError.
+    done: completed steps. stated: keys (section.key) to keep. told_by_first(key, work): broadcasts work() of
+    rank 0, the only rank that searches. Raises ConfigError.
     """
     if cfg.parallel.auto is None:
         return cfg, []
-    from plan import auto  # a run that does not ask has nothing to load
+    from plan import auto  # imported only if needed
 
     def choose() -> list[Any]:
         device = rank_device(env.device)
@@ -46,26 +46,26 @@ def auto_layout(
 
 
 def trained_layout(folder: Path) -> tuple[Config, int] | None:
-    """The config with which the last start of a run has trained, and its number of ranks.
+    """Return the config and number of ranks of the last launch that trained.
 
-    None if no start has trained, or the config cannot be read.
+    Returns None if there is none, or if the config cannot be read.
     """
     try:
         ranks = [start.world for start in read_starts(folder) if start.first_step is not None]
         cfg = from_tree(current_tree(config.read_yaml(folder / "config.yaml")))
-    except (OSError, ConfigError):  # of another version, or damaged
+    except (OSError, ConfigError):  # damaged, or written by another version
         return None
     return (cfg, ranks[-1]) if ranks else None
 
 
 def elastic_layout(cfg: Config, env: setup.LaunchEnv, done: int) -> Config:
-    """The config; under parallel.elastic with a layout for the ranks that there are. done: steps of the run.
+    """Return the config, under parallel.elastic with a layout for the available ranks. done: completed steps.
 
     Raises ConfigError.
     """
     if not cfg.parallel.elastic:
         return cfg
-    from plan import elastic  # a run that does not ask has nothing to load
+    from plan import elastic  # imported only if needed
 
     layout = elastic.layout_for(cfg, env.world, rank_device(env.device), done)
     note = elastic.describe(layout, env.world)
@@ -75,7 +75,7 @@ def elastic_layout(cfg: Config, env: setup.LaunchEnv, done: int) -> Config:
 
 
 def rank_device(device: torch.device) -> RankDevice:
-    """A rank's device as the planner knows it: of a GPU its name and memory."""
+    """Describe a rank's device to the planner: name and memory of a GPU."""
     if device.type != "cuda":
         return RankDevice()
     properties = torch.cuda.get_device_properties(device)

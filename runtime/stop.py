@@ -1,17 +1,16 @@
-"""When to stop early: at a signal, at a STOP file in the run folder, or at the time limit.
+"""Stop early at a signal, at a STOP file in the run folder, or at the time limit.
 
-The exit code is then 75: everything is saved. An empty STOP file comes from a person and ends the job for
-good. One with the text `requeue` comes from a scheduler (train.sbatch writes it before the time limit) and
-asks for another start, as a signal and the time limit do. Both end with code 75, because 0 means that the
-horizon was reached and that jobs which wait for it may begin; `requeue` in exit_reason.json tells the two
-apart.
+The exit code is then 75: everything is saved. An empty STOP file comes from a person, and the job is not
+requeued. One with the text `requeue` comes from a scheduler (train.sbatch writes it before the time limit)
+and asks for a requeue, as do a signal and the time limit. Both end with code 75, because 0 means that the
+horizon was reached and that dependent jobs may start; `requeue` in exit_reason.json distinguishes the two.
 
 Guarantees
-- A signal handler only sets a flag. So a second signal (SLURM delivers USR1 twice) or one during a save
+- A signal handler only sets a flag, so a second signal (SLURM delivers USR1 twice) or one during a save
   changes nothing.
-- Time is monotonic. A jump of the wall clock neither stops a run nor keeps it going.
-- The answer of any rank counts: the training loop shares it, so that all ranks stop at the same step. Only
-  rank 0 looks for the STOP file.
+- Time is monotonic. A jump of the wall clock neither stops a run nor keeps it running.
+- A stop request on any rank counts: the training loop shares it, so that all ranks stop at the same step.
+  Only rank 0 looks for the STOP file.
 """
 import contextlib
 import os
@@ -21,18 +20,17 @@ import time
 from pathlib import Path
 from types import FrameType
 
-WRITE_SECONDS = 0.2  # a shell creates the STOP file before it writes into it: how long to wait for the text
+WRITE_SECONDS = 0.2  # wait for the text: a shell creates the STOP file before writing to it
 MAX_WORD_BYTES = 100
-# torchrun forwards the first three (--signals-to-handle); SIGHUP is that of a terminal or ssh that is gone
+# torchrun forwards the first three (--signals-to-handle); SIGHUP comes from a closed terminal or ssh
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
-    """Installs the signal handlers; call `reason_to_stop()` once a step.
+    """Install the signal handlers; call `reason_to_stop()` once per step.
 
-    max_minutes: the time limit from now on, or None for no limit. watches_file: whether this rank looks for
-    the STOP file.
-    requeue (attribute): whether another start is asked for.
+    max_minutes: the time limit from now, or None for no limit. watches_file: whether this rank looks for the
+    STOP file. requeue (attribute): whether to requeue the job.
     """
 
     def __init__(self, run_dir: Path, max_minutes: float | None = None, watches_file: bool = True) -> None:
@@ -45,7 +43,7 @@ class StopRequest:
 
         self.first_signal: int | None = None
         self.old_handlers = {}
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             wanted = [number for number in SIGNALS if not is_under_nohup(number)]
             self.old_handlers = {number: signal.signal(number, self.on_signal) for number in wanted}
 
@@ -53,7 +51,7 @@ class StopRequest:
         self.first_signal = self.first_signal or number
 
     def reason_to_stop(self) -> str | None:
-        """Returns why to stop, or None. Once there is a reason it stays the same."""
+        """Return why to stop, or None. Once there is a reason, it does not change."""
         self.reason = self.reason or self.find_reason()
         return self.reason
 
@@ -68,7 +66,7 @@ class StopRequest:
         return None
 
     def read_word(self) -> str:
-        """The text of the STOP file; empty for a folder, a dangling link and a file that cannot be read."""
+        """Return the text of the STOP file; "" for a folder, a dangling link or an unreadable file."""
         if not self.file.is_file():
             return ""
         for pause in (WRITE_SECONDS, 0.0):
@@ -82,7 +80,7 @@ class StopRequest:
         return ""
 
     def remove_file(self) -> str:
-        """Removes the STOP file, which would stop the next start too. Returns what to say if that fails."""
+        """Remove the STOP file, which would also stop the next launch. Returns a message if that fails."""
         try:
             if self.file.is_dir() and not self.file.is_symlink():
                 self.file.rmdir()
@@ -95,12 +93,12 @@ class StopRequest:
         return ""
 
     def close(self) -> None:
-        """Restores the signal handlers that were there before."""
+        """Restore the previous signal handlers."""
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
         self.old_handlers = {}
 
 
 def is_under_nohup(number: int) -> bool:
-    """Whether this is SIGHUP and `nohup` has made it ignored: the run shall outlive its terminal."""
+    """Return whether this is SIGHUP and ignored because of `nohup`, so that the run outlives its terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

@@ -1,4 +1,4 @@
-"""summary.json: a run in one object, for tables over many runs. Written at every end, from metrics.jsonl."""
+"""Write summary.json from metrics.jsonl whenever a run ends: one object per run, for tables of many runs."""
 import json
 import os
 import statistics
@@ -9,11 +9,11 @@ from runtime.lines import Rows, read_metrics
 
 SUMMARY_FILE = "summary.json"
 MS_OF_MINUTE = 60_000
-EVERY_STEP = 1 << 40  # more than a run has: sums are over all of them
+EVERY_STEP = 1 << 40  # more than any run has, so that sums cover all steps
 
 
 def write_summary(folder: Path, **facts: object) -> None:
-    """Writes folder/summary.json, atomically. Raises OSError."""
+    """Write folder/summary.json atomically. Raises OSError."""
     path = folder / SUMMARY_FILE
     temp = path.with_name(f"{SUMMARY_FILE}.tmp")
     temp.write_text(json.dumps(facts, indent=1) + "\n")
@@ -21,14 +21,14 @@ def write_summary(folder: Path, **facts: object) -> None:
 
 
 def summarize_metrics(folder: Path) -> dict[str, Any]:
-    """The facts about all of a run in its metrics.jsonl.
+    """Summarize the metrics.jsonl of a run.
 
-    Medians are over steps, without the first of a process's life, which compiles and connects. A value is
-    None where no row has one.
+    Medians are over steps, without the first step of each process, which compiles and connects. A value is
+    None if no row has one.
     """
     steps, validations = read_metrics(folder, max_steps=EVERY_STEP)
     last = steps[-1] if steps else {}
-    trained = [row for row in steps if row.get("targets") != 0]  # older runs do not have the field
+    trained = [row for row in steps if row.get("targets") != 0]  # older runs lack the field
     measured = [row for row in validations if row["val_loss"] is not None]
     return {
         "step": last.get("step", 0),
@@ -40,13 +40,13 @@ def summarize_metrics(folder: Path) -> dict[str, Any]:
         "mfu": median(steps, "mfu"),
         "peak_memory_gib": max((row["mem_gib"] for row in steps if row.get("mem_gib")), default=None),
         "skipped_steps": sum(bool(row.get("skipped")) for row in steps),
-        "steps_without_targets": len(steps) - len(trained),  # of the skipped ones
+        "steps_without_targets": len(steps) - len(trained),  # among the skipped steps
         "minutes_in_steps": sum(row.get("step_ms") or 0 for row in steps) / MS_OF_MINUTE,
     }
 
 
 def best_validation(validations: Rows) -> dict[str, Any] | None:
-    """That with the least loss, of those after a step: of step 0 there is no checkpoint."""
+    """Return the validation with the lowest loss, excluding step 0, which has no checkpoint."""
     measured = [row for row in validations if row["step"] > 0 and row["val_loss"] is not None]
     return min(measured, key=lambda row: row["val_loss"], default=None)
 

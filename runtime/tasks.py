@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness (the optional package lm-eval) on a trained model: scripts.evaluate --tasks.
+"""Run tasks of lm-evaluation-harness (optional package lm-eval) on a trained model: scripts.evaluate --tasks.
 
-The harness brings prompts, answers and metrics. From a model it needs three things: how likely a continuation
-is after a context, how likely a whole text is, and greedy text. All three are functions of the logits.
+The harness provides prompts, answers and metrics. It needs three things from a model, all functions of the
+logits: the likelihood of a continuation given a context, the likelihood of a whole text, and greedy text.
 """
 import contextlib
 import sys
@@ -17,19 +17,18 @@ from config import ConfigError
 from runtime.setup import keep_harness_in_one_process
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of (context, continuation)
-TextRequest = tuple[str, Sequence[str], int]  # (prompt, stops, new tokens at most)
-MAX_NEW_TOKENS = 256  # where a task sets no limit
-BOOTSTRAP_SAMPLES = 2000  # a standard error made of them is off by 1.6 %
+TextRequest = tuple[str, Sequence[str], int]  # (prompt, stops, maximum new tokens)
+MAX_NEW_TOKENS = 256  # if a task sets no limit
+BOOTSTRAP_SAMPLES = 2000  # for standard errors with an error of 1.6 %
 
 
 @dataclass(frozen=True)
 class EvaluationModel:
     """The parts of a model that the harness needs.
 
-    logits: tokens [b, s], b at most `batch` -> [b, s, vocab]. write: (prompt ids, how many) -> the likeliest
-    new ids, one by one.
-    encode: text -> ids, with the start token of the model, if it has one. encode_bare: without it.
-    before_text: the id that an empty context is. context: the length of the longest sequence.
+    logits: tokens [b, s], b at most `batch` -> [b, s, vocab]. write: (prompt ids, count) -> greedy new ids,
+    one by one. encode: text -> ids, with the model's start token if it has one. encode_bare: the same
+    without it. before_text: the id that stands for an empty context. context: the maximum sequence length.
     """
 
     logits: Callable[[Tensor], Tensor]
@@ -42,11 +41,10 @@ class EvaluationModel:
     batch: int = 1
 
     def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """For each pair: the log-likelihood of the continuation in nats, and whether it is the likeliest.
+        """Return for each pair the continuation's log-likelihood in nats, and whether it is the greedy one.
 
-        It is the likeliest if each of its tokens is. Tokens beyond the model's context are dropped from the
-        left. An empty context is the start of a document. Raises ConfigError if a continuation is longer than
-        the context.
+        Tokens beyond the model's context are dropped from the left. An empty context means the start of a
+        document. Raises ConfigError if a continuation is longer than the context.
         """
         longest = max((len(continuation) for _, continuation in pairs), default=0)
         if longest > self.context:
@@ -56,12 +54,12 @@ class EvaluationModel:
         say_cut(len(pairs), sum(len(before) + len(after) > self.context + 1 for before, after in pairs))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
 
-        # the longest first: a batch has rows of similar length, and the first batch needs the most memory
+        # longest first: batches have rows of similar length, and the first batch needs the most memory
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
         for start in range(0, len(order), self.batch):
             indices = order[start:start + self.batch]
             inputs = [rows[index][:-1] for index in indices]
-            padded = pad_sequence(inputs, batch_first=True)  # padding follows every token that is scored
+            padded = pad_sequence(inputs, batch_first=True)  # padding comes after all scored tokens
             for index, row_logits in zip(indices, self.logits(padded)):
                 num_scored = len(pairs[index][1])
                 if num_scored:
@@ -69,13 +67,13 @@ class EvaluationModel:
         return results
 
     def join(self, pair: Pair) -> Tensor:
-        """The ids of a context and its continuation, the last `context` + 1 of them: [n]."""
+        """Return the last `context` + 1 ids of a context and its continuation: [n]."""
         before, after = pair
         ids = [*(before or [self.before_text]), *after]
         return torch.tensor(ids[-(self.context + 1):])
 
     def texts_until(self, requests: Sequence[TextRequest]) -> list[str]:
-        """The likeliest text after each prompt, whose first tokens make room for the new ones."""
+        """Generate greedily after each prompt, dropping its first tokens to make room for the new ones."""
         rows = [(self.encode(prompt) or [self.before_text], max(1, self.context - most))
                 for prompt, _, most in requests]
         say_cut(len(rows), sum(len(ids) > room for ids, room in rows))
@@ -83,7 +81,7 @@ class EvaluationModel:
                 for (ids, room), (_, stops, most) in zip(rows, requests)]
 
     def text_until(self, prompt_ids: list[int], stops: Sequence[str], max_new_tokens: int) -> str:
-        """The likeliest text after a prompt, up to the first of `stops`, of at most `max_new_tokens`."""
+        """Generate greedily after a prompt, up to the first of `stops` or `max_new_tokens`."""
         ids: list[int] = []
         text = ""
         for token in self.write(prompt_ids, max_new_tokens):
@@ -102,9 +100,9 @@ def say_cut(num_texts: int, num_cut: int) -> None:
 
 
 def score_end(logits: Tensor, row: Tensor, num_scored: int) -> tuple[float, bool]:
-    """The log-likelihood in nats of the last ids of a row, and whether each of them is the likeliest.
+    """Return the log-likelihood in nats of the last ids of a row, and whether each is the argmax.
 
-    logits [s, vocab], the row's and its padding's; row [n], n - 1 <= s.
+    logits [s, vocab], including padding; row [n], n - 1 <= s.
     """
     end = len(row) - 1
     answer = row[-num_scored:]
@@ -116,14 +114,13 @@ def score_end(logits: Tensor, row: Tensor, num_scored: int) -> tuple[float, bool
 
 def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = None, limit: int | None = None,
               folder: str | None = None) -> dict[str, dict[str, float]]:
-    """Returns {task: {metric: value, metric_stderr: value}}. Of several ranks the first has them, and each
-    asks the model the same in one order.
+    """Run the tasks and return {task: {metric: value, metric_stderr: value}}.
 
-    shots: examples in the prompt, or None for as many as the task says. limit: documents per task, or None
-    for all.
-    folder: of one's own task files.
-    Raises ConfigError if lm-eval is not installed, has no such task, cannot read its data, or if a task needs
-    what is not supported here.
+    All ranks make the same requests to the model in the same order; only the first returns results.
+    shots: few-shot examples, by default as many as the task defines. limit: documents per task, by default
+    all. folder: custom task files.
+    Raises ConfigError if lm-eval is not installed, lacks a task or cannot read its data, or if a task needs
+    an unsupported feature.
     """
     try:
         from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  optional
@@ -139,7 +136,7 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
                               f"and --task-folder adds your own")
     keep_harness_in_one_process()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints on the way is not a result
+        with contextlib.redirect_stdout(sys.stderr):  # its progress output is not a result
             found = simple_evaluate(
                 model,
                 tasks=names,
@@ -149,7 +146,7 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
                 bootstrap_iters=BOOTSTRAP_SAMPLES,
                 log_samples=False,
             )
-    except OSError as error:  # of the package datasets: no network, no such data set, no room
+    except OSError as error:  # from the datasets package: no network, no such dataset, no room
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(f"--tasks: lm-eval cannot read the data of {', '.join(names)} ({reason}); fetch it "
                           "where there is a network, or give files of tasks") from error
@@ -159,7 +156,7 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
 
 
 def numbers_of(values: dict[str, Any]) -> dict[str, float]:
-    """The harness's results of a task that are numbers, without its ",none" (no filter) in their names."""
+    """Return a task's numeric results, with ",none" (no filter) removed from their names."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, (int, float)):
@@ -168,7 +165,7 @@ def numbers_of(values: dict[str, Any]) -> dict[str, float]:
 
 
 def harness_model(speaker: EvaluationModel) -> Any:
-    """The model as the harness calls it. Raises ImportError without lm-eval."""
+    """Wrap the model in the harness's interface. Raises ImportError without lm-eval."""
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
         get_rolling_token_windows,

@@ -1,24 +1,24 @@
 """The process that talks to W&B: wandb_sink.py starts it and sends JSON lines to its stdin.
 
-It imports nothing of Bevatron. The first line is
+It imports nothing from Bevatron. The first line is
 
-    {"init": the arguments of wandb.init, "shift_file": PATH, "program": PATH, "arguments": [its words]}
+    {"init": arguments of wandb.init, "shift_file": PATH, "program": PATH, "arguments": [of the program]}
 
-The lines after it:
+The following lines:
 
-    {"config": {...}}                               more of what the run is
-    {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
-    {"step": n, "name": ..., "text": ...}           a text that the model wrote: alone, and in a table "NAMEs"
+    {"config": {...}}                               more facts about the run
+    {"step": n, "values": {...}}                    values of a step; "tokens" is the x axis of all others
+    {"step": n, "name": ..., "text": ...}           generated text, logged alone and in a table "NAMEs"
     {"step": n, "name": ..., "picture": PATH}       a PNG file
-    {"step": n, "checkpoint": PATH, "files": [..]}  a checkpoint's folder, which is named, and files to copy
-    {"rewind": n}                                   the run goes back: later steps come again
+    {"step": n, "checkpoint": PATH, "files": [..]}  a checkpoint folder to reference, and files to copy
+    {"rewind": n}                                   the run is rewound, and later steps are repeated
     {"finish": exit code, "title": ..., "text": ..., "level": ...}    the last one: an alert, and the end
 
-If the pipe ends without the last, the run has died. An error is written to stdout as one line.
+If the pipe ends without the last line, the run has died. An error is written to stdout as one line.
 
-W&B drops what is logged at a smaller step than before, as when a run goes back or is resumed. So its own step
-counts on there (HistoryStep), and the run's is among the values, as "step". How far the two are apart is kept
-in the run folder: a start offline cannot ask W&B.
+W&B drops values logged at a smaller step than before, as when a run is rewound or resumed. So W&B's step
+keeps increasing (HistoryStep), and the run's step is logged as the value "step". Their difference is kept in
+the run folder, since an offline launch cannot query W&B.
 """
 import html
 import json
@@ -31,12 +31,12 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-GRACE_SECONDS = 3.0  # to finish in, after the trainer has died
+GRACE_SECONDS = 3.0  # to finish after the trainer has died
 POLL_SECONDS = 0.5
 MAX_ERROR_LENGTH = 200
-MOST_FILES = 10**7  # of a checkpoint: every rank writes some
-MOST_TEXTS = 100  # rows of a table of texts, which is sent whole each time: the newest
-OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # what W&B shows over "tokens"
+MOST_FILES = 10**7  # in a checkpoint, since every rank writes some
+MOST_TEXTS = 100  # newest texts in the table, which is sent as a whole each time
+OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # metrics that W&B plots over "tokens"
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     threading.Thread(target=end_with, args=(trainer_pid,), daemon=True).start()
     sys.path.pop(0)  # this folder: wandb must not import modules from it
 
-    # what wandb prints goes to stderr, which is /dev/null; stdout is for errors alone
+    # redirect wandb's output to stderr, which is /dev/null; stdout is only for errors
     errors = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
@@ -55,11 +55,11 @@ def main() -> None:
 
 
 def run_wandb(trainer_pid: int) -> None:
-    """Reads stdin and passes it on to wandb, until {"finish": ...} or the end of the pipe."""
+    """Read stdin and forward it to wandb until {"finish": ...} or the end of the pipe."""
     first_line = json.loads(sys.stdin.readline())
     import wandb
-    # console off: wandb does not capture our streams; x_stats_pid: it watches the trainer's CPU and memory,
-    # not ours
+    # console="off": wandb does not capture our streams; x_stats_pid: it monitors the trainer's CPU and
+    # memory, not ours
     program = Path(first_line["program"])
     sys.argv = [str(program), *first_line["arguments"]]
     settings = wandb.Settings(
@@ -75,7 +75,7 @@ def run_wandb(trainer_pid: int) -> None:
     for names in OVER_TOKENS:
         run.define_metric(names, step_metric="tokens")
     history = HistoryStep(run.step, Path(first_line["shift_file"]))
-    texts: list[list[Any]] = []  # [step, text], of this start
+    texts: list[list[Any]] = []  # [step, text] of this launch
     exit_code = 1
     for line in sys.stdin:
         message = json.loads(line)
@@ -100,15 +100,15 @@ def run_wandb(trainer_pid: int) -> None:
 
 
 class HistoryStep:
-    """The step of W&B at which a step of the run is logged: the same, as long as W&B takes it.
+    """Map steps of the run to W&B steps, which are equal as long as W&B accepts that.
 
-    first: the smallest that W&B takes; of a run that is resumed online, the one after its last. file: keeps
-    how much larger W&B's step is, for the next start.
+    first: the smallest step that W&B accepts, i.e. the one after the last if the run is resumed online. file:
+    stores the difference between W&B's step and the run's for the next launch.
     """
 
     def __init__(self, first: int, file: Path) -> None:
         self.last = first - 1
-        self.run_step = -1  # that was logged at the last
+        self.run_step = -1  # the step of the run logged at `last`
         self.file = file
         self.shift = read_number(file)
 
@@ -124,7 +124,7 @@ class HistoryStep:
 
 
 def read_number(file: Path) -> int:
-    """The number in the file; 0 without one, or if it is damaged."""
+    """Read a number from a file, or return 0 if it is missing or damaged."""
     try:
         return max(0, int(file.read_text()))
     except (OSError, ValueError):
@@ -132,7 +132,7 @@ def read_number(file: Path) -> int:
 
 
 def logged_values(wandb: Any, message: dict[str, Any], texts: list[list[Any]]) -> dict[str, Any]:
-    """The values of a message, as run.log takes them. texts: [step, text] of all until now."""
+    """Convert a message to values for run.log. texts: [step, text] of all texts so far."""
     if "text" in message:
         name = message["name"]
         return {
@@ -145,7 +145,7 @@ def logged_values(wandb: Any, message: dict[str, Any], texts: list[list[Any]]) -
 
 
 def artifact_of(wandb: Any, run_id: str, message: dict[str, Any]) -> Any:
-    """A checkpoint as W&B keeps it: a reference to its folder, and copies of the files."""
+    """Create an artifact for a checkpoint: a reference to its folder, and copies of the files."""
     metadata = {"step": message["step"], "host": platform.node()}
     artifact = wandb.Artifact(f"checkpoint-{run_id}", type="model", metadata=metadata)
     artifact.add_reference(f"file://{message['checkpoint']}", checksum=False, max_objects=MOST_FILES)
@@ -162,11 +162,11 @@ def write_error(out: TextIO, error: BaseException) -> None:
 
 
 def end_with(trainer_pid: int) -> None:
-    """Kills this process some seconds after the trainer has died: wandb may block for ever."""
+    """Kill this process some seconds after the trainer has died, since wandb may block forever."""
     while os.getppid() == trainer_pid:
         time.sleep(POLL_SECONDS)
     time.sleep(GRACE_SECONDS)
-    os.killpg(0, signal.SIGKILL)  # with the processes that wandb has started
+    os.killpg(0, signal.SIGKILL)  # including the processes started by wandb
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Sends metrics to Weights & Biases from a child process.
+"""Send metrics to Weights & Biases from a child process.
 
-W&B may fail, block or never answer, and training does not notice: the child is behind a pipe that is never
+W&B may fail, block or never answer without affecting training: the child is behind a pipe that is never
 waited for. A thread would share the interpreter lock with the step, and a hung one would block the exit:
 wandb's exit hooks wait for its server (9 s and a flood of messages, measured).
 
 Guarantees: put() returns at once; records that do not fit are dropped and counted; there is at most one
 warning; close() waits a few seconds, then kills. metrics.jsonl has everything. A resumed run keeps its W&B id
-(file wandb_id in the run folder), so that W&B shows one run, and how far W&B's step is ahead of its own
+(file wandb_id in the run folder), so that W&B shows a single run, and the offset of W&B's step from its own
 (wandb_shift).
 """
 import json
@@ -25,42 +25,42 @@ from runtime.sinks import ending
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 CLOSE_SECONDS = 5.0  # how long close() waits for W&B
-BUFFER_BYTES = 4 * 2**20  # that may wait for the pipe: about 10,000 records
-WRITE_BYTES = 65536  # of one write into the pipe
+BUFFER_BYTES = 4 * 2**20  # maximum backlog for the pipe, about 10,000 records
+WRITE_BYTES = 65536  # per write to the pipe
 POLL_SECONDS = 0.01
-ID_FILE = "wandb_id"  # of a run folder: the id, and the folder that it is of
+ID_FILE = "wandb_id"  # in the run folder: the id, and the folder it was created for
 SHIFT_FILE = "wandb_shift"
 
 
 class Child(subprocess.Popen[bytes]):
-    """The process of wandb_child.py, with a pipe to its stdin and one from its stdout."""
+    """The process of wandb_child.py, with pipes to its stdin and from its stdout."""
 
     stdin: IO[bytes]
     stdout: IO[bytes]
 
     def __init__(self, program: list[str]) -> None:
-        # a session of its own: Ctrl-C goes to the trainer alone, and the child can be killed with the
-        # processes of wandb
+        # a new session, so that Ctrl-C reaches only the trainer, and the child can be killed together with
+        # wandb's processes
         super().__init__(program, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                          stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 class WandbSink:
-    """Sends records to W&B. With mode off there is no child, and every method does nothing.
+    """W&B sink. With mode off there is no child process, and every method does nothing.
 
-    name: of the run. tree: the resolved config as plain data. command: that of train.py, which W&B shows.
-    max_buffered: bytes that may wait for the pipe. sync_command (attribute): sends what an offline run has
-    written, of all its starts; "" where there is nothing. copied_from (attribute): copied_from(run_dir).
+    name: the run's name. tree: the resolved config as plain data. command: the train.py command that W&B
+    shows. max_buffered: maximum backlog for the pipe in bytes. sync_command (attribute): the command that
+    uploads all launches of an offline run, or "". copied_from (attribute): copied_from(run_dir).
     """
 
     def __init__(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any], *,
                  command: str = "", max_buffered: int = BUFFER_BYTES) -> None:
-        """Starts the child and returns at once."""
+        """Start the child and return at once."""
         self.command = command
         self.sync_command = ""
         self.copied_from = ""
         self.max_buffered = max_buffered
-        self.buffer = bytearray()  # what the pipe has not taken yet
+        self.buffer = bytearray()  # not yet accepted by the pipe
         self.dropped = 0  # records
         self.trouble: str | None = None
         self.warned = False
@@ -74,7 +74,7 @@ class WandbSink:
     def start(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any]) -> None:
         self.copied_from = copied_from(run_dir)
         folder = Path(settings.dir or run_dir)
-        folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to a temporary folder
+        folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb writes to a temporary folder
         init_arguments = {
             "project": settings.project,
             "entity": settings.entity,
@@ -99,31 +99,31 @@ class WandbSink:
             self.sync_command = f"wandb sync {folders}"
 
     def describe(self, facts: dict[str, Any]) -> None:
-        """Adds facts of the run to its config in W&B, under "run"."""
+        """Add facts about the run to its config in W&B, under "run"."""
         self.offer({"config": {"run": facts}})
 
     def put(self, step: int, values: dict[str, Any]) -> None:
-        """Sends one record, values by their W&B names. Never waits."""
+        """Send one record, {W&B name: value}. Never blocks."""
         self.offer({"step": step, "values": values})
 
     def text(self, step: int, name: str, text: str) -> None:
         self.offer({"step": step, "name": name, "text": text})
 
     def picture(self, step: int, name: str, path: Path) -> None:
-        """Sends where the picture lies: the child reads it."""
+        """Send the path of a picture, which the child reads."""
         self.offer({"step": step, "name": name, "picture": str(path.resolve())})
 
     def checkpoint(self, step: int, folder: Path, files: list[Path]) -> None:
-        """Sends where a checkpoint lies: W&B keeps that, and copies the files alone."""
+        """Send the location of a checkpoint, which W&B only references; it copies just `files`."""
         paths = [str(file.resolve()) for file in files]
         self.offer({"step": step, "checkpoint": str(folder.resolve()), "files": paths})
 
     def rewind(self, step: int) -> None:
-        """Sends an alert: W&B keeps what it has of later steps, and shows beside it what comes."""
+        """Send an alert; W&B keeps the old values of later steps in addition to the new ones."""
         self.offer({"rewind": step})
 
     def offer(self, message: dict[str, Any]) -> None:
-        """Sends a message, or counts it as dropped. Never waits."""
+        """Send a message, or count it as dropped. Never blocks."""
         if self.trouble:
             self.dropped += 1
         elif self.child is None:
@@ -138,7 +138,7 @@ class WandbSink:
         self.write_buffer()
 
     def write_buffer(self) -> None:
-        """Writes what the pipe takes without waiting."""
+        """Write as much as the pipe accepts without blocking."""
         if self.child is None:
             return
         try:
@@ -147,11 +147,11 @@ class WandbSink:
                 del self.buffer[:written]
         except BlockingIOError:
             pass
-        except OSError:  # the child has ended, and has written why
+        except OSError:  # the child has exited and reported why
             self.kill()
 
     def warning(self) -> str | None:
-        """The first call says what went wrong, later ones return None."""
+        """Return what went wrong on the first call, and None after that."""
         if self.warned or not (self.trouble or self.dropped):
             return None
         self.warned = True
@@ -159,7 +159,7 @@ class WandbSink:
         return f"W&B: {cause}; training goes on without it, metrics.jsonl has everything"
 
     def close(self, code: int = 0, closing_line: str = "", wait: float = CLOSE_SECONDS) -> None:
-        """Sends what is left, an alert and the exit code, and waits at most `wait` seconds for the child."""
+        """Send what is left, an alert and the exit code, and wait at most `wait` seconds for the child."""
         child = self.child
         if child is None or self.trouble:
             return
@@ -174,7 +174,7 @@ class WandbSink:
         self.kill()
 
     def kill(self) -> None:
-        """Kills the child with its own children, and reads what it has written last."""
+        """Kill the child with its own children, and read its last output."""
         child = self.child
         if child is None or child.stdin.closed:
             return
@@ -195,9 +195,9 @@ class WandbSink:
 
 
 def stable_id(run_dir: Path) -> str:
-    """The W&B id of this run folder; the first call makes it.
+    """Return the W&B id of this run folder, creating it on the first call.
 
-    A copy of a folder is a run of its own, unless the first one is there no more: then it was moved.
+    A copied folder gets a new id, unless the original is gone, in which case the folder was moved.
     """
     file = Path(run_dir) / ID_FILE
     place = str(file.parent.resolve())
@@ -205,7 +205,7 @@ def stable_id(run_dir: Path) -> str:
     own = words[0].strip() if words else ""
     if own and copied_from(run_dir):
         own = ""
-        (file.parent / SHIFT_FILE).unlink(missing_ok=True)  # of the first one's steps
+        (file.parent / SHIFT_FILE).unlink(missing_ok=True)  # it belongs to the original
     written = f"{own or secrets.token_hex(4)}\n{place}\n"
     if words != written.split("\n"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -214,12 +214,12 @@ def stable_id(run_dir: Path) -> str:
 
 
 def copied_from(run_dir: Path) -> str:
-    """The folder whose copy a run folder is, if it is still there; else ""."""
+    """Return the folder that this run folder is a copy of, if it still exists, or ""."""
     file = Path(run_dir) / ID_FILE
     try:
         own, place, *_ = [*file.read_text().split("\n"), ""]
         first = Path(place) / ID_FILE
         is_copy = bool(place) and not first.samefile(file) and first.read_text().split("\n")[0] == own
-    except OSError:  # neither is there
+    except OSError:  # neither exists
         return ""
     return place if is_copy else ""

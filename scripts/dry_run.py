@@ -71,18 +71,18 @@ from runtime.failure import fail_cleanly
 from train import train_step
 
 GIB = 2**30
-STATE_KINDS = ("weights", "gradients", "optimizer")  # the lowest in the picture
-NUM_DRAWN = 8  # other kinds of memory in the picture
-NUM_HELD = 12  # places of the code that are listed, of the fullest role
+STATE_KINDS = ("weights", "gradients", "optimizer")  # at the bottom of the plot
+NUM_DRAWN = 8  # other kinds of memory in the plot
+NUM_HELD = 12  # allocation sites listed for the rank with the highest peak
 SEARCHED = ("data.", "eval.", "log.", "checkpoint.")  # keys that a step does not read
-# Optimizers that gather plain data of other ranks: {name: (the group, the coordinates that tell its ranks
-# apart; none: each rank says something of its own)}
+# Optimizers that gather plain data from other ranks: {name: (the group, the coordinates that determine what a
+# rank sends; with none, every rank sends different data)}
 ASK_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "muon": ("pipeline_stage", ()),
     "lamb": ("world", GROUP_AXES["expert_model_parallel"]),
     "lars": ("world", GROUP_AXES["expert_model_parallel"]),
 }
-MAX_ASKED = 256  # ranks that build a run to say what theirs hold
+MAX_ASKED = 256  # ranks to build in order to get the data that they send
 ON_CPU = "cpu"
 FIRST_WITH_FP8 = (8, 9)  # compute capability
 PICTURES = (".png", ".svg", ".pdf")
@@ -91,7 +91,7 @@ TRACES = (".json", ".json.gz")
 
 @dataclass(frozen=True)
 class JobHardware:
-    """Where the job would run. All but the name: None on CPUs."""
+    """The hardware of the job. On CPUs everything except the name is None."""
 
     name: str
     chip: Chip | None
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     for option in ("json", "picture", "trace", "memory"):
         check_writable(f"--{option}", getattr(args, option))
 
-    # one rank of each place in the pipeline, or those that are asked for
+    # record one rank per pipeline position, or the requested ranks
     began = time.perf_counter()
     dims = parallel_dims(cfg, args.world)
     roles = record_roles(cfg, dims, ranks_to_record(args.ranks, dims), hardware.chip)
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
     if hardware.cluster is not None and not findings:
         modelled = modelled_step(cfg, dims, hardware.cluster, roles)
 
-    # show
+    # print the results
     beside = memory_beside(cfg, args.world, hardware)
     needs = max(role.peak for role in roles) + sum(beside.values())
     fits = hardware.memory is None or needs <= hardware.memory
@@ -185,7 +185,7 @@ def main(argv: list[str]) -> int:
 
 
 def with_tokenizer(cfg: Config) -> Config:
-    """The config with the vocabulary of its tokenizer, if it has none of its own. Raises ConfigError."""
+    """Return the config with model.vocab from its tokenizer if it is not set. Raises ConfigError."""
     data = cfg.data
     if cfg.model.vocab is not None:
         return cfg
@@ -201,7 +201,7 @@ def with_tokenizer(cfg: Config) -> Config:
 
 
 def hardware_of(name: str) -> JobHardware:
-    """Raises ConfigError for a cluster that is not known, or whose GPU takes paths that are not known."""
+    """Look up a cluster's hardware. Raises ConfigError if the cluster or its GPU's code paths are unknown."""
     if name == ON_CPU:
         return JobHardware(name, chip=None, gpu=None, memory=None)
     row = cluster(name)
@@ -214,13 +214,13 @@ def hardware_of(name: str) -> JobHardware:
 
 
 def check_chip(cfg: Config, chip: Chip | None) -> None:
-    """Raises ConfigError if the GPU cannot run the config (build.py: check_device)."""
+    """Raise ConfigError if the GPU cannot run the config (build.py: check_device)."""
     if chip is not None and cfg.train.dtype == "fp8" and chip.capability < FIRST_WITH_FP8:
         raise ConfigError(f"train.dtype: {chip.name} has no fp8 (chips from sm_89 on have); use bf16")
 
 
 def ranks_to_record(asked: str | None, dims: ParallelDims) -> list[int]:
-    """Those of --ranks; without it the first of each place in the pipeline. Raises ConfigError."""
+    """Return the ranks of --ranks, by default the first of each pipeline position. Raises ConfigError."""
     if asked is None:
         return dims.group(0, "pp")
     if asked == "all":
@@ -238,14 +238,14 @@ def ranks_to_record(asked: str | None, dims: ParallelDims) -> list[int]:
 def record_roles(
     cfg: Config, dims: ParallelDims, ranks: Sequence[int], chip: Chip | None
 ) -> list[RoleSummary]:
-    """The summaries of these ranks, recorded by as many processes as there are cores."""
+    """Record these ranks in one process per core, and return their summaries."""
     record = partial(record_one, cfg, dims, chip, what_others_say(cfg, dims, ranks, chip))
     workers = min(len(ranks), os.cpu_count() or 1)
     if workers == 1:
         return [record(rank) for rank in ranks]
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
         roles = pool.map(record, ranks)
-        with without_collection():  # not in the processes, which have begun
+        with without_collection():  # does not affect the worker processes, which are already running
             return list(roles)
 
 
@@ -260,15 +260,15 @@ def record_one(
 def what_others_say(
     cfg: Config, dims: ParallelDims, ranks: Iterable[int], chip: Chip | None
 ) -> dict[int, object]:
-    """{rank: the plain data that it says to others}, as far as these ranks hear it. Empty where nobody asks.
+    """Return {rank: plain data that it sends} for all ranks from which these ranks gather data.
 
-    Raises ConfigError if too many ranks would have to build a run for it.
+    Empty if the optimizer gathers none. Raises ConfigError if too many ranks would have to be built for it.
     """
     if cfg.optim.name not in ASK_OTHERS or dims.world == 1:
         return {}
     group, apart = ASK_OTHERS[cfg.optim.name]
     groups = [dims.group(rank, *GROUP_AXES[group]) for rank in ranks]
-    heard = sorted({other for own in groups if len(own) > 1 for other in own})  # one alone asks nobody
+    heard = sorted({other for own in groups if len(own) > 1 for other in own})  # one alone gathers none
     kinds = {rank: kind_of_rank(dims, rank, apart) for rank in heard}
     first = {kind: rank for rank, kind in reversed(kinds.items())}
     if len(first) > MAX_ASKED:
@@ -280,7 +280,7 @@ def what_others_say(
 
 
 def kind_of_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple[int, ...]:
-    """Its coordinates on these axes; without axes the rank itself."""
+    """Return the rank's coordinates on these axes, or the rank itself if there are none."""
     if not apart:
         return (rank,)
     index = dims.coordinates(rank, EXPERT_AXES)
@@ -288,7 +288,7 @@ def kind_of_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple
 
 
 def program_of(cfg: Config) -> Program:
-    """build_run and train_step, as a recording calls them."""
+    """Wrap build_run and train_step for a recording."""
     return training_program(cfg, build_run, train_step)
 
 
@@ -297,7 +297,7 @@ def program_of(cfg: Config) -> Program:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """line: of the recorded ranks. mfu: share of the peak. assumed: what the rates are, in words."""
+    """A step with modelled times. line: timeline of the recorded ranks. assumed: description of the rates."""
 
     line: JobTimeline
     mfu: float
@@ -316,7 +316,7 @@ class TimedStep:
 def modelled_step(
     cfg: Config, dims: ParallelDims, where: Cluster, roles: Sequence[RoleSummary]
 ) -> TimedStep:
-    """The step of these ranks, with assumed times. MFU: of the peak in bf16, for fp8 too."""
+    """Model the step of these ranks with assumed times. MFU is relative to the bf16 peak, also for fp8."""
     sheet = sheet_of(where)
     costs = costs_of(where, rates_of(sheet), has_graphs=cfg.train.cuda_graphs)
     line = timeline({role.rank: role.steps for role in roles}, costs)
@@ -341,11 +341,11 @@ def sheet_of(where: Cluster) -> Sheet:
 
 
 def costs_of(where: Cluster, rates: LaunchRates, has_graphs: bool) -> Costs:
-    """Middle rates. has_graphs: the host does not start forward and backward (train.cuda_graphs)."""
+    """Return costs at middle rates. has_graphs: forward and backward cost the host nothing (CUDA graphs)."""
     links = ClusterLinks(where)
 
     def launch(kind: LaunchKind) -> float:
-        if kind.stream != COMPUTE:  # between the device and the host: read once and written once
+        if kind.stream != COMPUTE:  # a copy between device and host: read once and written once
             return kind.work.nbytes / 2 / (1e9 * HOST_LINK.middle)
         return launch_seconds(kind.work, "middle", rates)
 
@@ -363,7 +363,7 @@ def costs_of(where: Cluster, rates: LaunchRates, has_graphs: bool) -> Costs:
 
 
 def memory_beside(cfg: Config, world: int, hardware: JobHardware) -> dict[str, int]:
-    """Bytes that no tensor holds: {what: how many}."""
+    """Return {kind: bytes} of memory outside of tensors."""
     if hardware.gpu is None:
         return {}
     job = job_of_rank(cfg, world, 0)
@@ -412,12 +412,12 @@ def role_table(
 
 
 def place_of(dims: ParallelDims, rank: int) -> str:
-    """pp 1"""
+    """Format the rank's pipeline position as "pp 1"."""
     return f"pp {dims.coordinates(rank)['pp']}"
 
 
 def alike(roles: list[RoleSummary], dims: ParallelDims) -> list[tuple[RoleSummary, str]]:
-    """[(a rank, all recorded ranks that cannot be told apart from it)], of one place in the pipeline each."""
+    """Return [(a rank, all recorded ranks with an identical summary)], grouped within pipeline positions."""
     found: dict[tuple, list[RoleSummary]] = {}
     for role in roles:
         place = dims.coordinates(role.rank)["pp"]
@@ -429,7 +429,7 @@ def alike(roles: list[RoleSummary], dims: ParallelDims) -> list[tuple[RoleSummar
 
 
 def spans_in_words(ranks: list[int]) -> str:
-    """0-6, 8"""
+    """Format as "0-6, 8"."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -440,7 +440,7 @@ def spans_in_words(ranks: list[int]) -> str:
 
 
 def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: JobHardware) -> list[str]:
-    """What the fullest rank holds at its peak."""
+    """List the memory at the peak of the rank with the highest peak."""
     fullest = max(roles, key=lambda role: role.peak)
     total = fullest.peak + sum(beside.values())
     has = "" if hardware.memory is None else f" of {hardware.memory / GIB:.1f} GiB"
@@ -459,7 +459,7 @@ def held_lines(roles: list[RoleSummary], beside: dict[str, int], hardware: JobHa
 
 
 def exchange_lines(roles: list[RoleSummary], width: int | None) -> list[str]:
-    """What the rank that sends most exchanges in a step."""
+    """List the exchanges in a step of the rank that sends the most."""
     busiest = max(roles, key=lambda role: sum(one.nbytes for one in role.exchanges))
     if not busiest.exchanges:
         return ["nothing is exchanged"]
@@ -478,7 +478,7 @@ def exchange_lines(roles: list[RoleSummary], width: int | None) -> list[str]:
 
 
 def time_lines(modelled: TimedStep, dims: ParallelDims, width: int | None) -> list[str]:
-    """The step, and what each recorded rank does in it."""
+    """List the step time and its breakdown for each recorded rank."""
     line = modelled.line
     causes = sorted({cause for one in line.ranks.values() for cause in one.waits})
     last = [cause for cause in (COPIES, BY_HOST, BUBBLE) if cause in causes]
@@ -505,14 +505,14 @@ def seconds_in_words(seconds: float) -> str:
 
 
 def check_lines(findings: list[str], transport: str, roles: list[RoleSummary]) -> list[str]:
-    """What the check says, and what could not be counted."""
+    """List the findings of the check, and what could not be counted."""
     lines = [f"error: {finding}" for finding in findings]
     if not findings and len(roles) > 1:
         lines.append(f"the exchanges of these ranks meet, under the rules of {transport}")
     unknown = {kernel: nbytes for role in roles for kernel, nbytes in role.unknown.items()}
     lines += [f"without a formula: {kernel}, which moves {nbytes / 1e9:.3f} GB"
               for kernel, nbytes in unknown.items()]
-    if transport == "nccl":  # a CPU waits for nobody
+    if transport == "nccl":  # a CPU run has no device to wait for
         for place in sorted({place for role in roles for place in role.waits}):
             lines.append(f"the host waits for the device in {place}")
     return lines
@@ -525,7 +525,7 @@ def write_json(
     roles: list[RoleSummary],
     results: dict[str, object],
 ) -> None:
-    """Raises ConfigError if the file cannot be written."""
+    """Write the results as JSON. Raises ConfigError if the file cannot be written."""
     nothing = {"steps": None, "memory": None}
     tree = {
         "cluster": hardware.name,
@@ -539,7 +539,7 @@ def write_json(
 
 @contextlib.contextmanager
 def writing(option: str, path: Path) -> Iterator[None]:
-    """Makes the folder of a file that is written inside. Raises ConfigError if it cannot be written."""
+    """Create the folder of a file that is written inside. Raises ConfigError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -548,14 +548,14 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path | None) -> None:
-    """Before all work. Raises ConfigError if the file cannot be written."""
+    """Check before all work. Raises ConfigError if the file cannot be written."""
     if path is not None:
         with writing(option, path):
             path.open("ab").close()
 
 
 def write_trace(path: Path, events: Iterable[dict]) -> None:
-    """Event by event: a large job has hundreds of thousands. Raises ConfigError."""
+    """Write a trace event by event, since a large job has hundreds of thousands. Raises ConfigError."""
     with writing("--trace", path):
         with gzip.open(path, "wt", 3) if path.suffix == ".gz" else path.open("w") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -565,19 +565,19 @@ def write_trace(path: Path, events: Iterable[dict]) -> None:
 
 
 def write_memory(path: Path, tree: dict) -> None:
-    """Raises ConfigError."""
+    """Write the memory snapshot. Raises ConfigError if the file cannot be written."""
     with writing("--memory", path):
         path.write_bytes(pickle.dumps(tree))
 
 
 def exchange_words(role: RoleSummary) -> list[str]:
-    """What a rank posts and awaits, in order."""
+    """List what a rank posts and awaits, in order."""
     return [str(event) for event in role.steps.events if isinstance(event, PostedExchange | Wait)]
 
 
 def draw(roles: list[RoleSummary], dims: ParallelDims, hardware: JobHardware, path: Path) -> None:
-    """Memory over the step: a curve for each place, and what holds that of the fullest rank. Raises
-    ConfigError if the file cannot be written."""
+    """Plot memory over the step: a curve per pipeline position, and a breakdown for the rank with the highest
+    peak. Raises ConfigError if the file cannot be written."""
     from matplotlib import colormaps
 
     figure = new_figure(9, 8, dpi=150)

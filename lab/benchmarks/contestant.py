@@ -1,27 +1,27 @@
-"""One contestant of the GPU's steps: a process that builds its model, warms up, times some steps and ends.
+"""One contestant of the GPU step benchmark: a process that builds a model, warms up, times steps and exits.
 
     python -m lab.benchmarks.contestant NAME '{"shape": {...}, "device": "cuda", "warm": 4, "steps": 10}'
 
-It reports its phases as JSON lines on the real standard output; the last line has the times. Every
-contestant runs forward, a loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same random
-tokens, back to back: nothing waits between steps. All are of class A: bf16 compute (the others by autocast,
-Megatron-core by its own mixed precision), fp32 master weights and moments. SDPA prefers cuDNN's Hopper
-kernels, for all. Written for torchtitan 0.2, Megatron-core 0.19 with Transformer Engine 2, Liger 0.8.
+It reports its phases as JSON lines on the real standard output; the last line has the times. Every contestant
+runs forward, a loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same random tokens, back
+to back with no waits between steps. All are in class A: bf16 compute (by autocast, or Megatron-core's mixed
+precision), fp32 master weights and moments. SDPA prefers cuDNN's Hopper kernels for all. Written for
+torchtitan 0.2, Megatron-core 0.19 with Transformer Engine 2, Liger 0.8.
 
     ours, +graphs, +fp8,           train.py's own step; with train.cuda_graphs; with train.dtype fp8; with the
     +libraries                     attention libraries of a site folder
-    megatron-core, +unfused,       its GPT with Transformer Engine's layers, whose weight gradients are added
-    +local                         to fp32 by the product itself; +unfused: not so; +local: its own layers,
-                                   SDPA for their attention
+    megatron-core, +unfused,       its GPT with Transformer Engine layers, whose weight-gradient GEMMs
+    +local                         accumulate in fp32; +unfused: without that; +local: its own layers with
+                                   SDPA attention
     torchtitan+compile             blocks and loss compiled, as its trainer does
-    transformers, +liger           Llama or Qwen3-MoE (grouped_mm); +liger: with Liger's kernels, the fused
-                                   linear cross entropy among them
-    nanogpt+compile                nanoGPT's block and loop, blocks and loss compiled; two matrices of width
-                                   4 d, where the others have SwiGLU's three
+    transformers, +liger           Llama or Qwen3-MoE (grouped_mm); +liger: with Liger's kernels, including
+                                   the fused linear cross entropy
+    nanogpt+compile                nanoGPT's block and loop, blocks and loss compiled; its MLP has two
+                                   matrices of width 4 d instead of SwiGLU's three
 
-Packed documents (shape.documents: attention stops at their ends, positions restart): ours by the documents of
-the batch, Megatron-core by its packed format (thd), torchtitan by its attention over documents. The others
-have none that is worth a race here.
+Packed documents (shape.documents: attention is masked at document boundaries, positions restart): ours uses
+the documents of the batch, Megatron-core its packed format (thd), torchtitan its variable-length attention.
+The others have no competitive support for them.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ NUM_BATCHES = 4
 
 
 def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
-    """train.py's own step."""
+    """Use train.py's own step."""
     import config.reading
     from build import build_run
     from parallel.sharding import spec
@@ -92,7 +92,7 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     tree = {"model": shape.model_keys(), "optim": optim_keys, "train": train_keys, "data": data_keys}
     cfg = config.reading.build_tree(config.Config, tree)
 
-    # train.py draws the initial weights on the host, which would take longer than all steps here
+    # skip train.py's initialization on the host, which would take longer than all steps here
     if device == "cuda":
         spec.draw_normal = lambda box, out, seed, std: out.normal_(0.0, std)
     run = build_run(cfg, Mesh.single(), torch.device(device), None, 1000)
@@ -115,8 +115,8 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
 def autocast_step(
     model: nn.Module, device: str, loss_function: Callable[[Any, Tensor, Tensor], Tensor]
 ) -> tuple[TrainStep, int]:
-    """The usual loop: loss_function(model, tokens, targets) in bf16 over fp32 weights."""
-    model.to(device).train()  # in fp32; torchtitan's table of complex numbers stays as it is
+    """Return the usual training step: loss_function(model, tokens, targets) in bf16 with fp32 weights."""
+    model.to(device).train()  # in fp32; torchtitan's complex RoPE table is unchanged
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -152,9 +152,7 @@ def torchtitan(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, i
 
 
 def torchtitan_documents(shape: Shape, device: str) -> dict[str, Any]:
-    """Returns the further inputs of its model: where each document of the flattened batch begins and ends,
-    and the position of each token.
-    """
+    """Return additional model inputs: document boundaries in the flattened batch, and token positions."""
     from torchtitan.models.attention import VarlenMetadata
 
     lengths = torch.tensor(shape.documents * shape.batch, device=device)
@@ -165,7 +163,7 @@ def torchtitan_documents(shape: Shape, device: str) -> dict[str, Any]:
 
 
 def transformers(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
-    """Llama, or Qwen3-MoE for a mixture; with the flag liger, on Liger's kernels."""
+    """Build Llama, or Qwen3-MoE for an MoE shape; with the flag liger, use Liger's kernels."""
     refuse_packed(shape, "transformers")
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -193,7 +191,7 @@ def transformers(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep,
             model = LlamaForCausalLM(LlamaConfig(**settings))
 
     def liger_loss(model: Any, tokens: Tensor, _: Tensor) -> Tensor:
-        # the fused loss shifts its labels itself: one of seq tokens fewer than the others
+        # the fused loss shifts the labels itself, so it has one token fewer per sequence than the others
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     def plain_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -222,9 +220,9 @@ def time_steps(
     num_steps: int,
     report: Callable[..., None],
 ) -> dict:
-    """Times steps that run back to back, after num_warm others.
+    """Time steps that run back to back after num_warm warm-up steps.
 
-    Returns {ms: the median, spread: (slowest - fastest) / median, loss: the last, gib: peak of memory}.
+    Returns {ms: median, spread: (slowest - fastest) / median, loss: last loss, gib: peak memory}.
     """
     on_gpu = device == "cuda"
 
@@ -268,7 +266,7 @@ def time_steps(
 
 
 def random_batches(shape: Shape, device: str) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tokens, targets), each [b, s]: the same for every contestant."""
+    """Return (tokens, targets), each [b, s], the same for every contestant."""
     generator = torch.Generator(device).manual_seed(7)
     batches = []
     for _ in range(NUM_BATCHES):
@@ -280,7 +278,7 @@ def random_batches(shape: Shape, device: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def package_versions() -> dict[str, str]:
-    """Returns the versions of the installed PACKAGES and of CUDA."""
+    """Return the versions of the installed PACKAGES and of CUDA."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -294,10 +292,10 @@ def first_line(error: BaseException, default: str) -> str:
 
 
 def measure(name: str, settings: dict, report: Callable[..., None]) -> dict:
-    """Builds a contestant and times its steps -> what time_steps returns, its parameters and its packages.
+    """Build a contestant and time its steps. Returns the result of time_steps, parameters and packages.
 
-    settings: shape, device, warm and steps (how many), and profile: of how many steps the time of each of the
-    GPU's kernels is asked for, 0 for none. report: takes phase=NAME as it goes on.
+    settings: shape, device, warm and steps (numbers of steps), and profile: the number of steps to profile
+    for kernel times, or 0. report: called with phase=NAME at each phase.
     """
     torch.manual_seed(1234)
     shape = Shape(**settings["shape"] | {"documents": tuple(settings["shape"]["documents"])})
@@ -323,7 +321,7 @@ def measure(name: str, settings: dict, report: Callable[..., None]) -> dict:
 def kernel_times(
     step: TrainStep, batches: Sequence[tuple[Tensor, Tensor]], device: str, num_steps: int
 ) -> dict[str, float]:
-    """{kernel: ms of a step}; on a CPU of each operation of torch."""
+    """Return {kernel: ms per step}; on a CPU, {torch operation: ms per step}."""
     on_gpu = device == "cuda"
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profile:
@@ -340,7 +338,7 @@ def kernel_times(
 
 
 def problem_of(error: Exception) -> str:
-    """One line on why a contestant could not be measured."""
+    """Return one line on why a contestant could not be measured."""
     if isinstance(error, ImportError):
         return f"not installed ({error.name})" if error.name else first_line(error, "ImportError")
     if isinstance(error, torch.OutOfMemoryError):
@@ -350,7 +348,7 @@ def problem_of(error: Exception) -> str:
 
 def main(name: str, settings: dict) -> None:
     protocol = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to standard error
+    os.dup2(2, 1)  # redirect the output of libraries to standard error
     started = time.perf_counter()
 
     def report(**message) -> None:

@@ -1,16 +1,16 @@
-"""One contestant of the race on a CPU: a process that trains its model, some steps at a time.
+"""One contestant of the CPU benchmark: a process that trains its model, a few steps at a time.
 
     python -m lab.benchmarks.peer NAME '{"dtype": "bf16", "threads": 2, "shape": {...}, "ranks": {...}}'
 
-It prints JSON lines on the real standard output: first its number of parameters, then, for each line "N" that
-it reads, the times of N steps. Every contestant runs forward, a loss with fp32 softmax, backward, clipping to
-norm 1 and AdamW on the same batches.
+It prints JSON lines on the real standard output: first its number of parameters, then the times of N steps
+for each line "N" that it reads. Every contestant runs forward, a loss with fp32 softmax, backward, clipping
+to norm 1 and AdamW on the same batches.
 
-    ours+compile                    with train.compile; others' +compile: their blocks and the loss
-    picotron, torchtitan, litgpt    from PYTHONPATH if they are not installed (torchtitan 0.2); picotron clips
-                                    no gradients, as in its own train.py
-    transformers+grouped            a mixture's experts by torch's grouped_mm, not one by one
-    transformers+malloc (any peer)  with our malloc settings, to see what they are worth
+    ours+compile                    with train.compile; +compile of the others: their blocks and the loss
+    picotron, torchtitan, litgpt    from PYTHONPATH if not installed (torchtitan 0.2); picotron does not clip
+                                    gradients, as in its own train.py
+    transformers+grouped            MoE experts by torch's grouped_mm instead of one by one
+    transformers+malloc (any peer)  with our malloc settings, to measure their effect
 """
 
 import functools
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 if sys.argv[1].startswith("ours") or sys.argv[1].endswith("+malloc"):
-    # before torch: what train.py sets for OpenMP and malloc; the others run as their users run them
+    # before torch: train.py's OpenMP and malloc settings; the others run with their users' defaults
     import runtime  # noqa: F401
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class RankSetup:
     """One rank of a contestant.
 
-    split: how the ranks divide the work: "dp", each its own batch, or "tp", each a part of every layer.
-    address: where they meet, for torch.distributed.
+    split: how the ranks divide the work, by batch ("dp") or within every layer ("tp").
+    address: the rendezvous address for torch.distributed.
     """
 
     rank: int = 0
@@ -60,7 +60,7 @@ class RankSetup:
         return self.size if self.split == "dp" else 1
 
     def join(self):
-        """Joins the job over gloo; returns our World."""
+        """Join the job over gloo and return our World."""
         from parallel.wire.world import join_job
 
         return join_job(torch.device("cpu"), self.rank, self.size, 120.0, self.address)
@@ -74,7 +74,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def ours(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tuple[TrainStep, int]:
-    """train.py's own step."""
+    """Use train.py's own step."""
     import config.reading
     from build import build_run
     from parallel.microbatch import Microbatch
@@ -117,13 +117,13 @@ def module_step(
     logits: Callable[[Any, Tensor], Tensor],
     blocks: Iterable[nn.Module] = (),
 ) -> tuple[TrainStep, int]:
-    """The usual loop around a module; with several ranks, under DistributedDataParallel.
+    """Return the usual training step of a module, under DistributedDataParallel with several ranks.
 
-    logits(model, tokens): [b, s, vocab]. blocks: the blocks of the model to compile, and the loss with them.
+    logits(model, tokens): [b, s, vocab]. blocks: the blocks of the model to compile, along with the loss.
     """
     model.train()
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():  # torchtitan's table of complex numbers stays as it is
+        if tensor.is_floating_point():  # torchtitan's complex RoPE table is unchanged
             tensor.data = tensor.data.to(DTYPES[dtype])
     cross_entropy = others.compile_blocks(blocks) if blocks else others.cross_entropy
 
@@ -147,7 +147,7 @@ def module_step(
 
 
 def picotron(shape: Shape, dtype: str, ranks: RankSetup) -> tuple[TrainStep, int]:
-    """Its CPU mode: SDPA, its own data-parallel buckets and tensor-parallel layers."""
+    """Use picotron's CPU mode: SDPA, with its own data-parallel buckets and tensor-parallel layers."""
     os.environ.update(
         RANK=str(ranks.rank),
         LOCAL_RANK=str(ranks.rank),
@@ -202,7 +202,7 @@ def picotron(shape: Shape, dtype: str, ranks: RankSetup) -> tuple[TrainStep, int
 
 
 def stub_flash_attn() -> None:
-    """Makes empty modules for flash_attn, which picotron imports and does not call on a CPU."""
+    """Create empty modules for flash_attn, which picotron imports but does not call on a CPU."""
     packages = ("", ".flash_attn_interface", ".layers", ".layers.rotary")
     packages += (".ops", ".ops.triton", ".ops.triton.layer_norm")
     for package in packages:
@@ -219,7 +219,7 @@ def stub_flash_attn() -> None:
 def transformers(
     shape: Shape, dtype: str, ranks: RankSetup, compiled: bool, experts_implementation: str = "eager"
 ) -> tuple[TrainStep, int]:
-    """Llama, or Mixtral for a mixture."""
+    """Build Llama, or Mixtral for an MoE shape."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     settings = others.transformers_settings(shape)
@@ -279,7 +279,7 @@ def torchtitan(shape: Shape, dtype: str, ranks: RankSetup, compiled: bool) -> tu
 
 
 def matrix_products(shape: Shape, dtype: str, ranks: RankSetup) -> tuple[TrainStep, int]:
-    """The step's matrix products alone: y = x W^T, dx = dy W, dW = dy^T x of every linear layer."""
+    """Run only the matrix products of a step: y = x W^T, dx = dy W, dW = dy^T x of every linear layer."""
     repeats = []
     operands = []
     for outputs, inputs, times in shape.linear_sizes():
@@ -302,7 +302,7 @@ def matrix_products(shape: Shape, dtype: str, ranks: RankSetup) -> tuple[TrainSt
 
 
 def make_contestant(name: str, shape: Shape, dtype: str, ranks: RankSetup) -> tuple[TrainStep, int]:
-    """Returns (step, number of parameters). Raises ImportError if the package is not installed."""
+    """Return (step, number of parameters). Raises ImportError if the package is not installed."""
     base, _, flag = name.partition("+")
     if base == "floor":
         return matrix_products(shape, dtype, ranks)
@@ -325,13 +325,13 @@ def make_contestant(name: str, shape: Shape, dtype: str, ranks: RankSetup) -> tu
 
 
 def peak_mib() -> int:
-    """Returns the largest resident memory of this process so far, in MiB."""
+    """Return the peak resident memory of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def main(name: str, settings: dict) -> None:
     protocol = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to standard error
+    os.dup2(2, 1)  # redirect the output of libraries to standard error
 
     def send(**message) -> None:
         print(json.dumps(message), file=protocol, flush=True)

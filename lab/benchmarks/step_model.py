@@ -1,18 +1,18 @@
-"""The time of a training step on one GPU, known before it is paid for: a model, with its parts.
+"""Model the time of a training step on one GPU, and of its parts, without a GPU.
 
     python -m scripts.bench model                       every scenario
     python -m scripts.bench model dense moe             two of them
-    python -m scripts.bench model --json > FILE         what another table can stand beside
+    python -m scripts.bench model --json > FILE         results for a later comparison
     python -m scripts.bench model --page lab/docs/step-model.md --before FILE
-                                                        writes the tables into the page
+                                                        write the tables to the page
 
-Nothing is timed. The launches are those of the real train_step (plan/record/launches.py). What each is for,
-and its FLOPs, come from plan/record/work.py, and how long it takes from plan/record/rates.py, at low, middle
-and high rates. Launches follow each other without a gap, so the GPU's time is the sum. The host's time to
-start them stands beside it, and the larger of both is the step.
+Nothing is timed. The launches are those of the real train_step (plan/record/launches.py). The purpose and the
+FLOPs of each come from plan/record/work.py, and its duration from plan/record/rates.py, at low, middle and
+high rates. Launches follow each other without gaps, so the GPU time is their sum. The host time to launch
+them is computed separately, and the step time is the larger of the two.
 
-What the model does not know: how a kernel's rate depends on its shape, what stays in the L2 cache between
-launches, and the GPU's clock under load. lab/benchmarks/measured.py gives it rates that were measured.
+The model ignores how a kernel's rate depends on its shape, what stays in the L2 cache between launches, and
+the GPU's clock under load. lab/benchmarks/measured.py supplies measured rates.
 """
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
@@ -61,7 +61,7 @@ from runtime.setup import peak_flops_of_gpu
 from train import train_step
 
 GIGA = 1e9
-SIDE = 128  # of a block of blockwise scales (train.fp8_block)
+SIDE = 128  # block size of blockwise scales (train.fp8_block)
 
 
 # ---- scenarios ---------------------------------------------------------------------------------------------
@@ -69,10 +69,10 @@ SIDE = 128  # of a block of blockwise scales (train.fp8_block)
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model of lab/benchmarks/shape.py and keys beside its own.
+    """A model from lab/benchmarks/shape.py with additional config keys.
 
-    documents: so many equal ones in each sequence; None: those of the shape, or one. cudnn: cuDNN takes them
-    (torch 2.14, or nvidia-cudnn-frontend).
+    documents: number of equal documents per sequence; by default those of the shape, or one. cudnn: whether
+    cuDNN handles packed documents (torch 2.14, or nvidia-cudnn-frontend).
     """
 
     shape: str
@@ -111,14 +111,14 @@ SCENARIOS = {
 
 
 def shape_of(scenario: Scenario, chip: Chip, tiny: bool) -> Shape:
-    """The model's shape, with the layers that fit the memory."""
+    """Return the model's shape with as many layers as fit in memory."""
     shape = fit_layers(Shape.gpu_models(tiny)[scenario.shape], chip.memory_bytes)
     assert shape is not None, f"{scenario.shape} fits {chip.name}"
     return shape
 
 
 def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Config:
-    """The config that a user of the GPU would write. layers: another number of them."""
+    """Return the config that a user of the GPU would write. layers: overrides the number of layers."""
     model = merge(shape.model_keys(), scenario.model, ModelConfig)
     if layers is not None:
         model["layers"] = layers
@@ -143,7 +143,7 @@ def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Co
 
 
 def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:
-    """Tokens of each document of a sequence; () where attention sees the whole sequence."""
+    """Return the lengths of the documents of a sequence, or () if attention covers the whole sequence."""
     count = scenario.documents
     return shape.documents if count is None else (shape.seq // count,) * count
 
@@ -152,7 +152,7 @@ def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:
 
 
 def record(cfg: Config, chip: Chip, lengths: Sequence[int] = (), cudnn: bool = False) -> RoleRecord:
-    """A step of one GPU. lengths: see microbatch. cudnn: see Scenario."""
+    """Record a step on one GPU. lengths: see microbatch. cudnn: see Scenario."""
     recorder = Recorder()
     with claimed_gpu(chip, recorder, cudnn) as device, without_initial_weights():
         return record_step(cfg, recorder, device, lengths)
@@ -161,7 +161,7 @@ def record(cfg: Config, chip: Chip, lengths: Sequence[int] = (), cudnn: bool = F
 def record_step(
     cfg: Config, recorder: Recorder, device: torch.device, lengths: Sequence[int] = ()
 ) -> RoleRecord:
-    """The second step: what is done once is done in the first."""
+    """Record the second step, since the first includes one-time work."""
     program = training_program(cfg, build_run, train_step)
 
     def batches(step: int) -> list[Microbatch]:
@@ -175,7 +175,7 @@ def record_step(
 
 @dataclass(frozen=True)
 class LaunchGroup:
-    """Launches of one kernel for one part, from one function."""
+    """The launches of one kernel for one part of the step, from one function."""
 
     part: str
     kernel: str
@@ -193,10 +193,10 @@ class LaunchGroup:
 
 @dataclass(frozen=True)
 class ModelledStep:
-    """A modelled step. Times at low, middle and high rates: ms of the GPU, host_ms of the host.
+    """A modelled step, with times at low, middle and high rates: ms on the GPU, host_ms on the host.
 
-    layer_launches: (forward, backward, optimizer) of one more layer. host_reads: who waited for a value of
-    the GPU; the GPU idles then, which is a part of ms.
+    layer_launches: (forward, backward, optimizer) launches per additional layer. host_reads: the places that
+    wait for a value from the GPU; ms includes the time that the GPU idles there.
     """
 
     name: str
@@ -253,7 +253,7 @@ def add_levels(times: Iterable[Sequence[float]]) -> tuple[float, float, float]:
 
 
 def perfect_seconds(work: JudgedLaunch) -> float:
-    """In a step that starts only what cannot be a part of another kernel, at the best rates."""
+    """Return the time at the best rates in a step without launches that could be fused into others."""
     rate = RATES[work.rate].perfect if work.rate else math.inf
     return work.needed * max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
 
@@ -284,7 +284,7 @@ def grouped(works: Iterable[JudgedLaunch], rates: LaunchRates) -> tuple[LaunchGr
 
 
 class RecordedStep(NamedTuple):
-    """A scenario's launches, judged, and who waited for a value of the GPU."""
+    """The judged launches of a scenario, and the places that wait for a value from the GPU."""
 
     cfg: Config
     documents: tuple[int, ...]
@@ -294,7 +294,7 @@ class RecordedStep(NamedTuple):
 
 
 def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
-    """Records a scenario at a shape, and judges its launches."""
+    """Record a scenario at a shape and judge its launches."""
     scenario = SCENARIOS[name]
     cfg = config_of(scenario, shape)
     documents = document_lengths(scenario, shape)
@@ -305,7 +305,7 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
 
 
 def model_step(name: str, chip: Chip, tiny: bool = False, rates: LaunchRates = ASSUMED) -> ModelledStep:
-    """Records and times a scenario."""
+    """Record and model a scenario."""
     scenario = SCENARIOS[name]
     shape = shape_of(scenario, chip, tiny)
     recorded = recorded_step(name, chip, shape)
@@ -329,7 +329,7 @@ def model_step(name: str, chip: Chip, tiny: bool = False, rates: LaunchRates = A
 
 
 def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[int, int, int]:
-    """(forward, backward, optimizer): what a model of five layers starts more than one of four."""
+    """Return (forward, backward, optimizer) launches per layer: those of five layers minus those of four."""
     documents = document_lengths(scenario, shape)
     counts = []
     for layers in (4, 5):
@@ -347,7 +347,7 @@ def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[i
 
 
 def summary(step: ModelledStep) -> dict:
-    """What a later table compares: `--json` prints it, `--before` reads it."""
+    """Return the results for a later comparison: `--json` prints them, `--before` reads them."""
     parts = {}
     for part in PARTS:
         groups = step.of_part(part)
@@ -381,7 +381,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def three(values: Iterable[float], digits: int = 0) -> str:
-    """low / **middle** / high."""
+    """Format as low / **middle** / high."""
     low, middle, high = (f"{value:.{digits}f}" for value in values)
     return f"{low} / **{middle}** / {high}"
 
@@ -412,7 +412,7 @@ def steps_table(steps: Sequence[ModelledStep]) -> str:
 
 
 def parts_table(steps: Sequence[ModelledStep]) -> str:
-    """Milliseconds at the middle rates: a row for each part, a column for each scenario."""
+    """Tabulate milliseconds at the middle rates: a row per part, a column per scenario."""
     rows = []
     for part in PARTS:
         times = [sum(group.ms[1] for group in step.of_part(part)) for step in steps]
@@ -425,7 +425,7 @@ def parts_table(steps: Sequence[ModelledStep]) -> str:
 
 
 def part_of_step_table(step: ModelledStep, others: Mapping[str, Mapping]) -> str:
-    """One scenario, part by part. others: {commit: its summary there}."""
+    """Tabulate the parts of one scenario. others: {commit: its summary there}."""
     summaries = {**others, "now": summary(step)}
     header = ["part"]
     for commit in summaries:
@@ -454,7 +454,7 @@ def part_cells(part: Mapping | None) -> list[str]:
 
 
 def losses_table(step: ModelledStep, count: int = 10) -> str:
-    """What costs most against the perfect step."""
+    """Tabulate the largest losses compared with the perfect step."""
     largest = sorted(step.groups, key=lambda group: -group.lost_ms)[:count]
     rows = [
         (
@@ -483,7 +483,7 @@ def rates_table() -> str:
 
 
 def unknown_lines(steps: Iterable[ModelledStep]) -> list[str]:
-    """What no table of plan/record/work.py knows."""
+    """List the launches that plan/record/work.py does not know."""
     lines = []
     for step in steps:
         for group in step.of_part("unknown"):
@@ -506,7 +506,7 @@ BEGIN, END = "<!-- written by: ", "<!-- end of what is written -->"
 
 
 def page_text(steps: Sequence[ModelledStep], command: str, before: Sequence[Mapping]) -> str:
-    """All tables, as they stand in lab/docs/step-model.md."""
+    """Return all tables as shown in lab/docs/step-model.md."""
     parts = [f"{BEGIN}{command} -->", f"Commit {commit_id()}; torch {torch.__version__}."]
     parts += ["### Steps", steps_table(steps)]
     parts += ["### Where the time goes: ms at the middle rates", parts_table(steps)]
@@ -524,7 +524,7 @@ def page_text(steps: Sequence[ModelledStep], command: str, before: Sequence[Mapp
 
 
 def write_page(page: Path, text: str) -> None:
-    """Replaces what an earlier command wrote between the two marks. Raises ConfigError without marks."""
+    """Replace the text between the two marks of the page. Raises ConfigError if they are missing."""
     old = page.read_text()
     start, end = old.find(BEGIN), old.find(END)
     if start < 0 or end < start:
@@ -533,13 +533,13 @@ def write_page(page: Path, text: str) -> None:
 
 
 def read_summary(file: Path) -> dict:
-    """What --json printed, as it is or packed by xz."""
+    """Read the output of --json, plain or compressed by xz."""
     data = file.read_bytes()
     return json.loads(lzma.decompress(data) if file.suffix == ".xz" else data)
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code. argv: after the word `model`."""
+    """Run the command and return the exit code. argv: the arguments after `model`."""
     from lab.benchmarks.command import make_parser
 
     args = make_parser().parse_args(["model", *argv])

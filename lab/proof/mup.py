@@ -1,14 +1,14 @@
-"""The coordinate check of muP (arXiv 2203.03466, appendix D.1): do activations change equally at every width?
+"""muP coordinate check (arXiv 2203.03466, appendix D.1): do activations change equally at every width?
 
-A recipe's model is trained for a few steps at widths that double, once in the standard parametrization and
-once with model.mup.base at the smallest width. With the width grows everything that may (heads and what
-several heads share, MLPs, the ranks of latent attention); the sizes of a head and of its state, depth,
-vocabulary, batch and learning rate stay. This holds for the mixers of all kinds of blocks.
+A recipe's model is trained for a few steps at doubling widths, once in the standard parametrization and once
+with model.mup.base set to the smallest width. Everything that may scales with the width (number of heads and
+what several heads share, MLPs, the ranks of latent attention); the size of a head and of its state, depth,
+vocabulary, batch and learning rate are fixed. This applies to the mixers of all kinds of blocks.
 
-Measured on one batch: the mean |coordinate| of each kind of activation, and the mean |change| of its
-coordinates since the start. Judged: the exponents of their growth with the width, fitted in logarithms.
-Under muP no change may grow or vanish, and no size may grow. Without muP the change of the logits must
-grow, or the check could see nothing.
+On one batch the check measures the mean |coordinate| of each kind of activation and the mean |change| of its
+coordinates since the start, and fits the exponents of their growth with the width in log space. Under muP no
+change may grow or vanish, and no size may grow. Without muP the change of the logits must grow; otherwise the
+check would be unable to detect anything.
 """
 import json
 from collections.abc import Callable
@@ -46,9 +46,9 @@ from train import train_step
 Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor | tuple[Tensor, ...]], None]
 
 WIDTHS = (64, 128, 256, 512, 1024)
-MIXTURE_WIDTHS = WIDTHS[:4]  # of a mixture, all of whose experts are trained
+MIXTURE_WIDTHS = WIDTHS[:4]  # for MoE models, all of whose experts are trained
 HEAD_DIM = 16
-FIXED = {  # sizes of mixers that stay as the width grows
+FIXED = {  # mixer sizes that do not depend on the width
     "head_dim": HEAD_DIM,
     "nope_dim": HEAD_DIM // 2,
     "rope_dim": HEAD_DIM // 2,
@@ -57,20 +57,20 @@ FIXED = {  # sizes of mixers that stay as the width grows
     "dim": HEAD_DIM,
     "state": HEAD_DIM,
 }
-RANKS = ("kv_rank", "q_rank")  # sizes of mixers that grow with the width, beside the heads
-LAYERS = 2  # at least: all kinds of blocks are there
+RANKS = ("kv_rank", "q_rank")  # mixer sizes that scale with the width, in addition to the heads
+LAYERS = 2  # at least, so that all kinds of blocks occur
 VOCAB = 32
-STEPS = 8  # enough that the first weights of the head, which see less of every update, count for little
+STEPS = 8  # enough that the initial head weights, which see less of each update, matter little
 BATCH = 8
 SEQ_LEN = 32
 LEARNING_RATE = 2e-3
 
-BOUND = 0.25  # of muP's exponents: changes within +-BOUND, sizes below BOUND
-# The change of router logits may fall as fast as width^-0.5: its first weights see less of every update, in
+BOUND = 0.25  # for the exponents under muP: changes within +-BOUND, sizes below BOUND
+# The change of router logits may fall as fast as width^-0.5: the initial weights see less of each update, in
 # proportion to width^-0.5, and few experts average little of that out. The same holds for the low-rank
-# features of Kimi delta attention, and for the gates that are linear in them.
+# features of Kimi delta attention and for the gates that are linear in them.
 LOWER_BOUNDS = {"router": -0.5, "low_rank": -0.5, "gates": -0.5}
-STANDARD_GROWTH = 0.5  # without muP, the exponent of the logits' change is above this
+STANDARD_GROWTH = 0.5  # minimum exponent of the logits' change without muP
 
 COLOURS = (
     "#7a7a7a", "#2f6db3", "#d9742b", "#2e9384", "#c2497a", "#8a6bb8",
@@ -78,12 +78,12 @@ COLOURS = (
 )
 
 
-# ---- what is trained ---------------------------------------------------------------------------------------
+# ---- model and data ----------------------------------------------------------------------------------------
 
 def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
-    """The recipe at this width: fp32, one process, tiny in every direction that is not the width.
+    """Return the recipe at this width in fp32, for one process, and tiny in all other dimensions.
 
-    base: the smallest width, and model.mup.base if `mup`.
+    base: the smallest width, used as model.mup.base if `mup`.
     """
     model = cfg.model
 
@@ -148,7 +148,7 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
 
 
 def batch(seed: int, step: int) -> Microbatch:
-    """Tokens that can be learned: each follows from the one before and a coin."""
+    """Return a batch of learnable tokens: each is a function of the previous one and a coin flip."""
     stream = torch.Generator().manual_seed(1000 * seed + step)
     ids = torch.randint(VOCAB, (BATCH, SEQ_LEN + 1), generator=stream)  # [b, s + 1]
     coins = torch.randint(2, ids.shape, generator=stream)
@@ -163,11 +163,11 @@ def batch(seed: int, step: int) -> Microbatch:
     )
 
 
-# ---- what is measured --------------------------------------------------------------------------------------
+# ---- measurement -------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
-    """{kind of activation: all its values on the probe, flat}; a kind has the values of all blocks."""
+    """Return {kind of activation: its flat values on the probe, over all blocks}."""
     seen: dict[str, list[Tensor]] = {}
 
     def keep(kind: str) -> Hook:
@@ -202,8 +202,11 @@ def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
 def values_at(
     module: nn.Module, kind: str, x: Tensor, out: Tensor | tuple[Tensor, ...]
 ) -> dict[str, Tensor]:
-    """{kind of activation: its values} at a module that reads x. Norms and gates behind the projections of
-    mixers with a state hide their size, so they are seen apart."""
+    """Return {kind of activation: its values} at a module with input x.
+
+    The projections of stateful mixers are measured separately, since the norms and gates after them hide
+    their size.
+    """
     if isinstance(module, Router):
         return {kind: linear(x, module.weight)}
     if isinstance(module, TransformerBlock):
@@ -220,7 +223,7 @@ def values_at(
 
 
 def measure(cfg: Config) -> dict[str, tuple[float, float]]:
-    """{kind: (mean |coordinate|, mean |its change|)} after STEPS steps of training."""
+    """Train for STEPS steps and return {kind: (mean |coordinate|, mean |change|)}."""
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), data=None, steps=STEPS)
     probe = batch(cfg.train.seed, 0)
     before = activations(run.stages[0], probe)
@@ -236,10 +239,7 @@ def measure(cfg: Config) -> dict[str, tuple[float, float]]:
 
 
 def exponent(widths: tuple[int, ...], values: list[float]) -> float:
-    """The slope of the line log v = slope log width + offset that fits best (least squares).
-
-    NaN if a value has no logarithm.
-    """
+    """Return the least-squares slope of log v = slope log width + offset; NaN if a value has no logarithm."""
     if not all(isfinite(value) and value > 0 for value in values):
         return float("nan")
     x = [log2(width) for width in widths]
@@ -250,11 +250,11 @@ def exponent(widths: tuple[int, ...], values: list[float]) -> float:
     return covariance / sum((x_i - mean_x) ** 2 for x_i in x)
 
 
-# ---- what is judged ----------------------------------------------------------------------------------------
+# ---- verdict -----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of activation, by width. what: "size" or "change"."""
+    """Values of one kind of activation by width. what: "size" or "change"."""
 
     kind: str
     what: str
@@ -263,7 +263,7 @@ class Row:
 
     @property
     def wrong(self) -> str | None:
-        """What muP does not allow; None if all is well. A NaN is never allowed."""
+        """The violation of muP, or None. NaN is always a violation."""
         lowest = LOWER_BOUNDS.get(self.kind, -BOUND) if self.what == "change" else float("-inf")
         if lowest <= self.exponent <= BOUND:
             return None
@@ -271,7 +271,7 @@ class Row:
 
 
 def rows(cfg: Config, widths: tuple[int, ...], mup: bool) -> list[Row]:
-    """The sizes, then the changes, of every kind of activation.
+    """Return the sizes, then the changes, of every kind of activation.
 
     Raises ConfigError if the recipe cannot be trained at one of the widths.
     """
@@ -289,7 +289,7 @@ def rows(cfg: Config, widths: tuple[int, ...], mup: bool) -> list[Row]:
 
 
 def verdict(standard: list[Row], mup: list[Row]) -> list[str]:
-    """What is wrong; an empty list if muP holds."""
+    """Return the violations, or an empty list if muP holds."""
     wrong = [f"muP: {row.wrong}, beyond {BOUND}" for row in mup if row.wrong]
     growth = next(row.exponent for row in standard if (row.kind, row.what) == ("logits", "change"))
     if not growth >= STANDARD_GROWTH:
@@ -305,9 +305,9 @@ def verdict(standard: list[Row], mup: list[Row]) -> list[str]:
 def check(
     name: str, as_json: bool = False, out: Path | None = None, *, overrides: Overrides = Overrides()
 ) -> int:
-    """The command: prints a table, and draws it into `out`. overrides: keys of the model that are set.
+    """Run the command: print a table and plot it to `out`. overrides: model keys to set.
 
-    Returns 0 if muP holds, else 1. Raises ConfigError if the recipe, an override or `out` is unusable.
+    Returns 0 if muP holds, otherwise 1. Raises ConfigError if the recipe, an override or `out` is unusable.
     """
     cfg = overrides.apply(resolve(name, None, []))
     if out is not None and out.suffix != ".png":
@@ -362,7 +362,7 @@ def print_tables(
 
 
 def table(title: str, widths: tuple[int, ...], found: list[Row]) -> list[str]:
-    """The rows as lines of text, below a line with the title and the widths."""
+    """Format the rows as lines of text below a line with the title and the widths."""
     lines = [f"{title:<22}" + "".join(f"{width:>9}" for width in widths) + "   exponent"]
     for row in found:
         values = "".join(f"{value:>9.4f}" for value in row.values)
@@ -371,7 +371,7 @@ def table(title: str, widths: tuple[int, ...], found: list[Row]) -> list[str]:
 
 
 def draw(out: Path, name: str, widths: tuple[int, ...], found: dict[str, list[Row]]) -> None:
-    """Draws the changes by width, one panel a parametrization. Raises OSError if it cannot write `out`."""
+    """Plot the changes by width, one panel per parametrization. Raises OSError if `out` cannot be written."""
     figure = new_figure(9, 4.2)
     for axes, (title, of_title) in zip(figure.subplots(1, 2, sharey=True), found.items()):
         changes = [row for row in of_title if row.what == "change"]

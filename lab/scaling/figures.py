@@ -1,4 +1,4 @@
-"""The figures of a scaling experiment. matplotlib is imported only when one is drawn."""
+"""Figures of a scaling experiment. matplotlib is imported only when one is drawn."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,24 +14,24 @@ from plan.laws import Fit
 from plan.points import SMOOTHING, Array, Points, smoothed
 
 BEST = "#b3362b"
-HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # a forecast of one number of ranks is not a line
-WIDTH, HEIGHT = 7.2, 4.8  # inches, of a panel
+HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # for a forecast of a single point
+WIDTH, HEIGHT = 7.2, 4.8  # of a panel, in inches
 DPI = 140
 CURVE_POINTS = 200
-MOST_NAMED = 10  # sizes in a legend; of more, the smallest and the largest
-MOST_DRAWN = 1500  # points of a training curve
+MOST_NAMED = 10  # maximum sizes in a legend; with more, only the smallest and the largest are named
+MOST_DRAWN = 1500  # maximum points per training curve
 
 
 @contextmanager
 def figure(path: Path, title: str, x_label: str, y_label: str) -> Iterator[Any]:
-    """The axes of a figure that is written to `path` at the end."""
+    """Yield the axes of a figure that is written to `path` on exit."""
     with panels(path, [title], x_label, y_label) as every:
         yield every[0]
 
 
 @contextmanager
 def panels(path: Path, titles: list[str], x_label: str, y_label: str) -> Iterator[list[Any]]:
-    """The axes of a figure with a panel a title, side by side. It is written to `path` at the end."""
+    """Yield the axes of a figure with one panel per title, side by side, written to `path` on exit."""
     drawing = new_figure(WIDTH * (1 + 0.7 * (len(titles) - 1)), HEIGHT, dpi=DPI)
     every = list(drawing.subplots(1, len(titles), squeeze=False, sharey=True)[0])
     for axes, title in zip(every, titles):
@@ -44,7 +44,7 @@ def panels(path: Path, titles: list[str], x_label: str, y_label: str) -> Iterato
 
 
 def draw_isoflop(points: Points, parabolas: list[Parabola], path: Path) -> None:
-    """Losses over sizes at equal FLOPs, with the parabolas and their vertices."""
+    """Plot losses over sizes at equal FLOPs, with the parabolas and their vertices."""
     with figure(path, "loss at equal FLOPs", "parameters", "validation loss (nats per token)") as axes:
         axes.set_xscale("log")
         log_sizes = np.log(points.parameters)
@@ -62,7 +62,7 @@ def draw_isoflop(points: Points, parabolas: list[Parabola], path: Path) -> None:
 
 
 def draw_envelope(curves: dict[float, tuple[Array, Array]], path: Path) -> None:
-    """Training losses over FLOPs of all sizes, and their lower envelope."""
+    """Plot training losses over FLOPs for all sizes, and their lower envelope."""
     smooth = {size: (flops, smoothed(flops, loss)) for size, (flops, loss) in curves.items()}
     title = f"training loss over FLOPs, mean over the last {SMOOTHING:.0%} before a point, with its envelope"
     with figure(path, title, "FLOPs", "training loss (nats per token)") as axes:
@@ -78,8 +78,8 @@ def draw_envelope(curves: dict[float, tuple[Array, Array]], path: Path) -> None:
 
 
 def draw_contours(points: Points, fit: Fit, optimum: Optimum | None, path: Path) -> None:
-    """Lines of equal predicted loss over FLOPs and sizes, the runs, and the best size of each budget, if the
-    law has one."""
+    """Plot contours of the predicted loss over FLOPs and sizes, the runs, and the optimal size per budget if
+    the law has one."""
     title = f"loss = {fit.law.formula}"
     with figure(path, title, "FLOPs", "parameters") as axes:
         axes.set_xscale("log")
@@ -99,12 +99,12 @@ def draw_contours(points: Points, fit: Fit, optimum: Optimum | None, path: Path)
             exponent = optimum.parameters.exponent
             axes.plot(flops, best, color=BEST, lw=2, label=f"best size, ~ C^{exponent:.2f}")
         axes.set_ylim(sizes[0], sizes[-1])
-        # above the lines, which fill the axes
+        # place the legend above the axes, which the lines fill
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
 
 
 def draw_fit(points: Points, fit: Fit, path: Path) -> None:
-    """Measured losses beside the law's."""
+    """Plot measured losses against those predicted by the law."""
     title = "measured loss beside that of the law"
     with figure(path, title, "loss of the law", "measured loss (nats per token)") as axes:
         predicted = np.exp(fit.law.log_loss(fit.theta, np.log(points.parameters), np.log(points.tokens)))
@@ -120,7 +120,7 @@ def draw_fit(points: Points, fit: Fit, path: Path) -> None:
 
 
 def draw_rates(curves: list[SweepCurve], path: Path) -> None:
-    """Losses at the end over learning rates, a line a batch, the least of each marked."""
+    """Plot final losses over learning rates, one line per batch size, with the minima marked."""
     title = "loss over the learning rate, at equal tokens"
     with figure(path, title, "learning rate", "validation loss (nats per token)") as axes:
         axes.set_xscale("log")
@@ -138,7 +138,7 @@ def draw_rates(curves: list[SweepCurve], path: Path) -> None:
 
 
 def draw_critical_batch(critical: CriticalBatch, path: Path) -> None:
-    """Steps to the target over the batch, the law through them, the critical batch, the noise scale."""
+    """Plot steps to the target over the batch size, with the fitted law, critical batch and noise scale."""
     title = f"steps to a training loss of {critical.target:.3f}"
     with figure(path, title, "tokens of a batch", "steps") as axes:
         axes.set_xscale("log")
@@ -159,7 +159,7 @@ def draw_critical_batch(critical: CriticalBatch, path: Path) -> None:
 
 
 def draw_systems(measured: list[MeasuredCell], path: Path) -> None:
-    """Efficiency over ranks, a panel a mode, a colour a layout: measured, and the planner's (dashed)."""
+    """Plot efficiency over ranks, measured and planned (dashed), a panel per mode and a colour per layout."""
     modes = [mode for mode in MODES if any(each.cell.mode == mode for each in measured)]
     layouts = sorted({each.cell.layout for each in measured})
     colour_of = dict(zip(layouts, shades(len(layouts))))
