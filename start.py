@@ -543,17 +543,17 @@ def log_header(
 
 
 def build_next_phase(
-    services: Services, step: int, start: state.StartingPoint, made: Tree
+    services: Services, step: int, start: state.StartingPoint, provenance: Tree
 ) -> tuple[TrainingRun, BatchLoader]:
     """(the run of the phase after `step`, which is saved; its valid split). Collective.
 
-    start: what this process has begun with. made: what makes the phase before.
+    start: what this process has begun with. provenance: that of the phase that ended.
     """
     root = services.folder / "checkpoints"
     phases = phases_of(services.cfg)
     before, phase = phases.of_step(step), phases.of_step(step + 1)
     run, valid_data = build_phase(services.cfg, services.env, services.world, phase.number)
-    run = describe_phase(run, valid_data, made, step)
+    run = describe_phase(run, valid_data, provenance, step)
     if step == start.step:  # it has only validated: the step may be another run's, or in memory
         state.load_start(run, root, start)
     else:

@@ -316,10 +316,10 @@ def train(
                     with contextlib.suppress(Exception):  # a summary, in case the next phase fails to begin
                         ended = f"ended as the phase after step {end.step:,} began"
                         summarize_run(session.run, services.log, goodput, ended)
-                    made = session.run.provenance
+                    provenance = session.run.provenance
                     session.run.data.close()
                     del session  # free its memory before the next phase allocates
-                    session = begin_phase(services, end.step, start, made=made, tasks=tasks)
+                    session = begin_phase(services, end.step, start, provenance=provenance, tasks=tasks)
                     end = train_loop(session)
             session.run.data.close()
             reason = end.reason if end.step < session.run.steps else None
@@ -338,11 +338,12 @@ def open_session(services: Services, run: TrainingRun, evaluation: Evaluation, s
 
 
 def begin_phase(
-    services: Services, step: int, start: state.StartingPoint, *, made: Tree, tasks: "dict[int, EncodedTasks]"
+    services: Services, step: int, start: state.StartingPoint, *, provenance: Tree,
+    tasks: "dict[int, EncodedTasks]",
 ) -> Session:
     """Build the phase that begins after `step`, which is saved (build_next_phase). Collective."""
     gc.collect()  # hooks and buckets form cycles
-    run, valid_data = build_next_phase(services, step, start, made)
+    run, valid_data = build_next_phase(services, step, start, provenance)
     return open_session(services, run, open_evaluation(run, valid_data, tasks), step)
 
 

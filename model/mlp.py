@@ -108,8 +108,8 @@ class MLP(nn.Module):
         return self.down(self.hidden_activation(x))
 
     def hidden_activation(self, x: Tensor) -> Tensor:
-        """Return the input of the down-projection [b, s, f/tp]."""
-        gate_up = self.gate_up(x)  # [b, s, 2f/tp]
+        """Return the input of the down-projection [b, s, f/tp], f: model.mlp.width."""
+        gate_up = self.gate_up(x)  # [b, s, 2f/tp] if gated, else [b, s, f/tp]
         numbers = [read_weight(getattr(self, name)) for name in self.learned]
         activated = self.activation(gate_up, *numbers)
         if self.recompute_activation:

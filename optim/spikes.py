@@ -42,13 +42,13 @@ class SpikeWindow:
         self.columns = torch.arange(self.size, device=device)
 
     @torch.no_grad()
-    def accept(self, loss: Tensor, norm: Tensor, is_finite: Tensor) -> Tensor:
+    def accept(self, loss: Tensor, norm: Tensor, good: Tensor) -> Tensor:
         """Return whether to apply the step, as a bool scalar, and add it to the window if so. Collective.
 
-        loss, norm, is_finite: scalars. No host sync.
+        loss, norm, good: scalars. A step that is not good already stays out of the window. No host sync.
         """
         if self.sigma is None:
-            return is_finite
+            return good
         latest = torch.stack([number.detach().to(self.values) for number in (loss, norm)]).unsqueeze(1)
         known = self.columns < self.count
         number = self.count.clamp(max=self.size).to(self.values.dtype)
@@ -57,7 +57,7 @@ class SpikeWindow:
         deviation = (squares / (number - 1).clamp(min=1)).sqrt()
         is_above = (latest > mean + self.sigma * deviation).any() & (number >= max(2, self.size // 2))
         is_spike = comm.all_reduce_max(is_above.to(torch.int32), self.everyone) > 0
-        is_good = is_finite & ~is_spike
+        is_good = good & ~is_spike
 
         is_column = (self.columns == self.count % self.size) & is_good
         self.values = torch.where(is_column, latest, self.values)

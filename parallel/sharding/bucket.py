@@ -2,9 +2,10 @@
 
     zero   optimizer state   gradients   weights    sent per step (full gradients g, compute weights w)
     0      full              full        full       all-reduce g
-    1      sharded           full        full       reduce-scatter g, all-gather w: never more than 0
+    1      sharded           full        full       reduce-scatter g, all-gather w: at most the bytes of 0
     2      sharded           sharded     full       as 1, but the reduce-scatter in every microbatch
-    3      sharded           sharded     sharded    as 2, and two all-gathers per microbatch: 1.5 x that of 0
+    3      sharded           sharded     sharded    as 2, and two all-gathers of w per microbatch: 1.5 times
+                                                          the bytes of 0, with one microbatch
 
 Every parameter is a view of its bucket's flat tensor. "Sharded" is over mesh.fsdp (dp_shard x cp);
 mesh.dp_replicate replicates the shards (HSDP): once a step their gradients are all-reduced over it too.
@@ -186,10 +187,10 @@ def sum_parts(parts: list[Tensor], group: Group) -> None:
 
 
 def start_param_gathers(buckets: list[Bucket], is_good: Tensor) -> None:
-    """Start broadcasting updated weights to the ranks that share them; the next step waits for them.
+    """Start the all-gathers of updated weights (ZeRO-1 and 2); the next forward waits for them.
 
-    ZeRO-1 and 2 all-gather each bucket; otherwise nothing is sent. is_good is a bool scalar, False if the
-    step was skipped.
+    ZeRO-3 drops the full weights, which are stale; PowerSGD's error is kept or dropped. is_good is a bool
+    scalar, False if the step was skipped.
     """
     for bucket in buckets:
         bucket.grads.resolve_error_feedback(is_good)

@@ -117,7 +117,7 @@ class BucketWeights:
 
     def start_gather_updated(self) -> None:
         """Start sending the updated local weights to the other ranks, which wait at their next use."""
-        self.drop_quantized()  # the one place by which every change of weights passes
+        self.drop_quantized()  # every update of the weights passes here
         if self.zero == 3:
             self.reshard()  # full weights that were kept are stale
             return

@@ -7,8 +7,8 @@ on the module's input and output tensors, call the scheduler; the model is unawa
     begin_forward    wait for the part's weights; start the all-gather of the next part's (ZeRO-3)
     end_forward      free them (ZeRO-3)
     begin_backward   like begin_forward, for the previous part; allocate the part's gradients (ZeRO-2, 3)
-    end_backward     start reducing the part's gradients; wait for the reduction of the part after it (except
-                     under ZeRO-0, 1 if nothing remains to be done: the end of the step waits for all)
+    end_backward     start reducing the part's gradients; wait for the reduction of the part after it (under
+                     ZeRO-0 and 1 finish_grad_reductions waits at the end of the step)
 
 So a reduction overlaps with at least one part's backward, and ZeRO-2 and 3 never hold the full gradients of
 more than two parts. Gradients are reduced when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1)
