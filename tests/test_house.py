@@ -10,6 +10,8 @@ import subprocess
 import sys
 
 import config
+import pytest
+
 from config.provenance import checkout_files
 from config.reading.kinds import every_path
 
@@ -140,6 +142,8 @@ def test_imports_go_downwards():
 
 def test_the_picture_of_the_folders_shows_what_is_imported():
     """Its arrows are the imports, without those that a path of other arrows has already."""
+    if not (ROOT / "lab").is_dir():
+        pytest.skip("the picture has lab/, which this clone does not have")
     imported: dict[str, set[str]] = {}
     for where, tree in sources():
         if room(where) != "tests":

@@ -125,6 +125,8 @@ def prepare_data(place, folder):
 
 @pytest.mark.slow
 def test_ranks_and_workers_find_it_too(place, elsewhere):
+    if not (ROOT / "lab").is_dir():
+        pytest.skip("this clone has no lab/, and bevatron verify is one of the commands")
     prepare_data(place, elsewhere)
     _, err = run(place, elsewhere, "-m", "bevatron", "launch", "--nproc", "2", "--", "llama3-tiny", *TINY)
     assert "launch: 2 ranks ended with code 0" in err

@@ -5,6 +5,7 @@ An answer whose question is cut away does not count. Where sequences are short, 
 """
 
 import json
+from pathlib import Path
 import re
 
 import numpy as np
@@ -313,6 +314,8 @@ def test_a_missing_loss_is_not_a_divergence(tmp_path, mostly_questions, capsys):
 
 def test_a_missing_validation_loss_ends_no_experiment_in_silence(tmp_path):
     """As the files of runs tell it: a ladder and a sweep name the run, a loss that is not finite is kept."""
+    if not (Path(__file__).parents[1] / "lab").is_dir():
+        pytest.skip("this clone has no lab/")
     from config import ConfigError
     from lab.scaling.experiment import final_loss
     from lab.scaling.sweep import SweepRun, read_curve

@@ -48,7 +48,7 @@ PRELOADED = (
     "scripts.plan",
     "scripts.prepare_data",
     "scripts.schedule",
-    "lab.benchmarks.command",
+    *(("lab.benchmarks.command",) if (ROOT / "lab").is_dir() else ()),
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "torch.distributed.run",

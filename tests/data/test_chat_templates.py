@@ -26,6 +26,8 @@ from scripts import prepare_data
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: no tokenizer.json")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 PAGE = Path(__file__).resolve().parents[2] / "lab/docs/chat-templates.md"
+if not PAGE.exists():
+    pytest.skip("the table is in lab/, which this clone does not have", allow_module_level=True)
 NOT_INSTALLED = pytest.mark.skip("trl, an optional package, is not installed")
 PUBLISHED = published() or [pytest.param("none", marks=NOT_INSTALLED)]
 
