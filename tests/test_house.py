@@ -9,9 +9,9 @@ import re
 import subprocess
 import sys
 
-import config
 import pytest
 
+import config
 from config.provenance import checkout_files
 from config.reading.kinds import every_path
 
