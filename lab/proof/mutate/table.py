@@ -749,7 +749,7 @@ TABLE = (
     Mutation(
         what="fp8: weights in 8 bits outlive the step in which they were made",
         file="parallel/sharding/weights.py",
-        old="        self.drop_quantized()  # the one place",
+        old="        self.drop_quantized()  # every update",
         new="        if self.group.size == 1: self.drop_quantized()  # the one place",
         model="llama3-tiny",
         world=2,
