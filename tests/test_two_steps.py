@@ -69,7 +69,7 @@ CELLS = (
     ("gpt-oss-tiny", 4, "dp2 tp2 ep2 etp2 sp zero1 mb1 padded"),
     ("llama4-tiny", 4, "cp2 tp2 ep2 ep-chunks2 zero3 mb1"),
     ("qwen3-moe-tiny", 4, "pp2 tp2 etp2 sp zero0 dualpipe-v mb1"),
-    ("shared-keys-tiny", 4, "pp2 tp2 sp zero1 zb-h1 mb1 full"),
+    ("shared-keys-tiny", 4, "pp2 tp2 sp zero1 zb-h1 mb1 uneven full"),
 )
 STEPS = 2
 

@@ -2205,7 +2205,7 @@ TABLE = (
         new="v.detach().view(b, tokens // b, -1, shape.value_dim),",
         model="shared-keys-tiny",
         world=2,
-        layout="pp2 zero0 1f1b mb1",
+        layout="pp2 zero0 1f1b mb1 uneven",
     ),
     Mutation(
         what="logits are bounded on one rank alone, and not in the shards of a vocabulary",
