@@ -1,7 +1,10 @@
 """Command-line options whose errors are one line that names the option and the way out."""
 
 import argparse
+import contextlib
 import re
+import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from config.strict import ConfigError
@@ -34,3 +37,16 @@ def reworded(message: str, prog: str) -> str:
         if match is not None:
             return match.expand(said).replace("{prog}", prog)
     return message
+
+
+@contextlib.contextmanager
+def needs_lab() -> Iterator[None]:
+    """Import a command from lab/ inside. A clone without lab/ exits with one line and code 2."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "lab":
+            raise
+        line = "error: lab/: this command is in it, and this clone has none; git checkout -- lab"
+        print(line, file=sys.stderr)
+        sys.exit(2)

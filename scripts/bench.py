@@ -1,7 +1,10 @@
 """Benchmarks, always against a baseline in one run: lab/benchmarks/command.py."""
 import sys
 
-from lab.benchmarks.first_environment import prepare
+from config.command_line import needs_lab
+
+with needs_lab():
+    from lab.benchmarks.first_environment import prepare
 
 prepare(sys.argv[1:])  # before torch and Triton
 

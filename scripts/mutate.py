@@ -1,8 +1,11 @@
 """Checks whether the proof catches bugs: lab/proof/mutate/command.py."""
 import sys
 
-from lab.proof.mutate.command import main
+from config.command_line import needs_lab
 from runtime.failure import fail_cleanly
+
+with needs_lab():
+    from lab.proof.mutate.command import main
 
 if __name__ == "__main__":
     sys.exit(fail_cleanly(main, sys.argv[1:]))

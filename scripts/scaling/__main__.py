@@ -1,8 +1,11 @@
 """Scaling experiments: lab/scaling/command.py."""
 import sys
 
+from config.command_line import needs_lab
 from runtime.failure import fail_cleanly
-from lab.scaling.command import main
+
+with needs_lab():
+    from lab.scaling.command import main
 
 if __name__ == "__main__":
     sys.exit(fail_cleanly(main, sys.argv[1:]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError
-from config.command_line import CommandParser
+from config.command_line import CommandParser, needs_lab
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {  # words of each, and what is said of them
@@ -31,6 +31,14 @@ SCRIPTS = {  # words of each, and what is said of them
     "scrub": ("", "RUN_OR_CHECKPOINT: missing; python -m scripts.scrub --help has the options"),
     "verify": ("llama3-tiny --world two", "--world: expected a whole number, got 'two'"),
 }
+def test_a_command_of_lab_in_a_clone_without_it_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end, needs_lab():
+        raise ModuleNotFoundError("No module named 'lab'", name="lab.proof")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: lab/: ")
+    with pytest.raises(ModuleNotFoundError), needs_lab():
+        raise ModuleNotFoundError("No module named 'yaml'", name="yaml")
+
+
 OF_LAB = ("bench", "mutate", "scaling", "verify")
 
 
