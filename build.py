@@ -25,18 +25,19 @@ from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
+from runtime.fault_points import FaultHook
 from runtime.garbage import GarbageCollection
 from runtime.run import TrainingRun
 from runtime.setup import LaunchEnv
 
 if TYPE_CHECKING:  # optional features, imported only if the config enables them
-    from checkpoint.lease import Lease
-    from checkpoint.memory import MemoryCheckpoints
+    from checkpoint.disk.lease import Lease
+    from durable.memory import MemoryCheckpoints
+    from durable.rerun import StepRecorder
+    from durable.uploader import CheckpointUploader
     from optim.ema import WeightEMA
     from optim.noise import GradientNoiseScale
-    from runtime.faults import FaultHook
-    from runtime.graphs import RecordedPipeline
-    from runtime.rerun import StepRecorder
+    from parallel.pipeline.graphs import RecordedPipeline
 
 
 def with_vocab(cfg: Config, vocab: int) -> Config:
@@ -211,14 +212,14 @@ def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: Spike
 
     recorder: "StepRecorder | None" = None
     if cfg.train.rerun_every is not None or cfg.train.rerun_suspects:
-        from runtime.rerun import StepRecorder
+        from durable.rerun import StepRecorder
 
         recorder = StepRecorder(cfg.train, buckets, mesh)  # first: later ones communicate in judge()
         extras.append(recorder)
     if cfg.optim.spike_sigma is not None:
         extras.append(spikes)
     if recorder is not None:
-        from runtime.rerun import StepReruns
+        from durable.rerun import StepReruns
 
         extras.append(StepReruns(cfg.train, recorder, mesh))  # after those that may mark a step as suspect
     if cfg.log.noise_scale:
@@ -240,18 +241,19 @@ def extras_of_loop(
     saving: DiskSaves,
     *,
     lease: "Lease | None",
+    uploads: "CheckpointUploader | None",
     in_memory: "MemoryCheckpoints | None",
-    observe: "FaultHook | None",
+    observe: FaultHook | None,
 ) -> list[Extra]:
     """Create the extras of the loop, in call order. Collective under log.slow_window.
 
-    lease: lease on the run folder. in_memory: in-memory checkpoints. observe: fault injector, or the observer
-    of a proof.
+    lease: lease on the run folder. uploads: those to checkpoint.mirror. in_memory: in-memory checkpoints.
+    observe: fault injector, or the observer of a proof.
     """
     cfg, log, goodput = run.cfg, saving.log, saving.goodput
     extras: list[Extra] = []
     if lease is not None:
-        from checkpoint.lease import LeaseCheck
+        from checkpoint.disk.lease import LeaseCheck
 
         extras.append(LeaseCheck(lease))
     extras += [goodput, GarbageCollection()]
@@ -261,20 +263,20 @@ def extras_of_loop(
         extras.append(ProfilerTrace(cfg.profile.steps, log.run_dir, env.rank))
     extras.append(saving.run_folder)
     if observe is not None:
-        from runtime.faults import Faults
+        from durable.faults import Faults
 
         extras.append(Faults(observe))
     if cfg.log.slow_window is not None and env.world > 1:
-        from runtime.slow import SlowRanks, SlowReports
+        from durable.slow import SlowRanks, SlowReports
 
         slow = SlowRanks(cfg.log.slow_window, run.mesh.dims, run.mesh.world, env.host)
         extras.append(SlowReports(slow, log))
-    if saving.uploads is not None:
-        from checkpoint.uploader import UploadReports
+    if uploads is not None:
+        from durable.uploader import UploadReports
 
-        extras.append(UploadReports(saving.uploads, log))
+        extras.append(UploadReports(uploads, log))
     if in_memory is not None:
-        from checkpoint.memory_saves import MemorySaves
+        from durable.memory_saves import MemorySaves
 
         extras.append(MemorySaves(in_memory, cfg.checkpoint.memory_every, saving))
     if cfg.checkpoint.check_replicas is not None:
@@ -282,14 +284,14 @@ def extras_of_loop(
 
         extras.append(ReplicaChecks(cfg.checkpoint.check_replicas))
     if cfg.optim.spike_sigma is not None:
-        from checkpoint.rewind import Rewinds
+        from durable.rewind import Rewinds
 
         extras.append(Rewinds(cfg.optim, saving, in_memory))
     return extras
 
 
 def recording_of(pipeline: Pipeline, device: torch.device, buckets: list[Bucket]) -> "RecordedPipeline":
-    from runtime.graphs import RecordedPipeline
+    from parallel.pipeline.graphs import RecordedPipeline
 
     return RecordedPipeline(pipeline, device, buckets)
 

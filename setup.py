@@ -6,9 +6,9 @@ how they are found. Everything else that pip wants to know is in pyproject.toml.
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-FILES = ("train", "start", "build")  # that lie beside the folders
+FILES = ("train", "start", "phases", "services", "build")  # that lie beside the folders
 FOLDERS = (
-    "config", "configs", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime",
+    "config", "configs", "kernels", "parallel", "model", "data", "optim", "checkpoint", "durable", "runtime",
     "plan", "lab", "scripts",
 )
 OF_A_CHECKOUT = (  # they work on one, or race others on this machine
@@ -38,7 +38,7 @@ setup(
     package_data={
         "bevatron.configs": ["*.yaml", "*/*.yaml", "*/*.jsonl"],
         "bevatron.plan": ["*.csv"],
-        "bevatron.runtime": ["*.js"],
+        "bevatron.scripts": ["compare/*.js"],
     },
     cmdclass={"build_py": BuildPackage},
 )

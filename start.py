@@ -5,70 +5,43 @@ can be refused is refused here.
 """
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import config
-from build import build_run, extras_of_loop, total_steps, with_vocab
-from checkpoint import mirror, state
-from checkpoint.continue_from import (
-    choose_start,
-    drop_rows,
-    is_evaluation_missing,
-    open_memory,
-    rate_notes,
-    repair_from_store,
-)
+from build import total_steps, with_vocab
+from checkpoint import state
 from checkpoint.disk import locks, store
-from checkpoint.disk.saver import CheckpointSaver
-from checkpoint.disk.together import do_nothing
-from checkpoint.disk_saves import DiskSaves
-from checkpoint.made_by import describe_phase, describe_start, keep_provenance, other_code
-from checkpoint.progress import steps_done
-from checkpoint.run_folder import RunFolder, describe_template, keep_tokenizer, probe_run_folder
-from checkpoint.sizes import check_size
-from config import Config, ConfigError, Tree
+from checkpoint.run_folder import probe_run_folder
+from config import Config, ConfigError
 from config.optimizers import EMA
-from config.reading import Phase, dump, phases_of, unused
-from config.reading.phases import change_text, named, with_next_layout
-from config.reading.schedules import make_schedules, plan_pipeline
+from config.reading import dump, phases_of, unused
+from config.reading.phases import named
+from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, wrapped
 from data.blend import source_names, validation_key
 from data.contract import check_same_tokenizer
 from data.download import download_sources
-from data.loader import BatchLoader, check_dtype, check_paths, open_loader
+from data.loader import check_dtype, check_paths, open_loader
+from durable import mirror
+from durable.continue_from import is_evaluation_missing, open_memory
+from durable.peers import PeerWatch
+from durable.probes import probe
+from durable.progress import steps_done
 from model.precision import DTYPES
-from model.sharding import parallel_dims
-from parallel.extras import Extra
-from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World
-from plan.count import flops_per_token, parameters
-from runtime import failure, lines, setup
-from runtime.advice import advised_on_memory
-from runtime.closing import trained_flops_per_token
-from runtime.describe import describe_passes, describe_targets, describe_valid, warmup_notes
+from phases import start_run
+from plan.count import flops_per_token
+from runtime import failure, setup
+from runtime.describe import warmup_notes
 from runtime.evaluate import open_tasks, validated_paths
-from runtime.goodput import GoodputClock
-from runtime.guard import NonFiniteGuard
-from runtime.metrics import MetricsLogger
-from runtime.peers import PeerWatch
-from runtime.probes import probe
-from runtime.run import TrainingRun
+from runtime.fault_points import FaultHook, no_fault
 from runtime.start_layout import auto_layout, elastic_layout
-from runtime.stop import StopRequest
-
-if TYPE_CHECKING:  # a run that asks for none of them loads none of them
-    from checkpoint.lease import Lease
-    from checkpoint.memory import MemoryCheckpoints
-    from checkpoint.uploader import CheckpointUploader
-    from data.task_files import ScoredTask
-    from data.task_scores import EncodedTasks
-    from runtime.faults import FaultHook
+from services import Beginning
 
 
 def run_folder(cfg: Config) -> Path:
@@ -137,7 +110,7 @@ def note_other_name(usual: str | None, name: str | None) -> None:
     print("\n".join(wrapped(note, output_width())), flush=True)
 
 
-# Where faults are injected and proofs look on (runtime/faults.py).
+# Where faults are injected and proofs look on (durable/faults.py).
 FAULT_POINTS = (
     *store.FAULT_POINTS,
     "run.built",
@@ -152,13 +125,17 @@ FAULT_POINTS = (
 )
 
 
-def fault_hook(env: setup.LaunchEnv) -> "FaultHook":
-    """The injector of the faults that FAULT names; setup.no_fault without any. Raises ConfigError."""
-    if not setup.asks_for_faults():
-        return setup.no_fault
-    from checkpoint import memory
+def fault_hook(env: setup.LaunchEnv) -> FaultHook:
+    """Return the injector of the faults in the variable FAULT, or no_fault without any.
 
-    return setup.fault_injector(env, (*FAULT_POINTS, *memory.FAULT_POINTS))
+    Raises ConfigError if FAULT does not parse or names an unknown point.
+    """
+    named_faults = setup.named_faults()
+    if not named_faults:
+        return no_fault
+    from durable import faults, memory
+
+    return faults.FaultInjector(faults.parse(named_faults), env.rank, (*FAULT_POINTS, *memory.FAULT_POINTS))
 
 
 def check_same_everywhere(cfg: Config, world: World) -> None:
@@ -183,33 +160,13 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
             )
 
 
-class Beginning(NamedTuple):
-    """A run that is built and loaded, before its first step.
-
-    start: what it goes on from. notes: lines of the header. in_memory, uploads: None where there are none.
-    owes_evaluation: whether the step before has no validation yet, which was due.
-    """
-    run: TrainingRun
-    valid_data: BatchLoader
-    start: state.StartingPoint
-    notes: list[str]
-    tasks: "list[ScoredTask]"
-    in_memory: "MemoryCheckpoints | None"
-    uploads: "CheckpointUploader | None"
-    owes_evaluation: bool
-
-    @property
-    def is_finished(self) -> bool:
-        return self.start.step == self.run.steps and not self.owes_evaluation
-
-
 def begin_run(
     cfg: Config,
     env: setup.LaunchEnv,
     world: World,
     folder: Path,
     *,
-    observe: "FaultHook",
+    observe: FaultHook,
     done: int,
     stated: Collection[str],
 ) -> Beginning:
@@ -226,10 +183,12 @@ def begin_run(
     observe("run.built", start.step, run=run, data=run.data, valid=valid_data)
 
     # what would else end the run later
-    probe_run_folder(run, folder, in_memory)
+    probe_run_folder(run, folder)
+    if in_memory is not None and cfg.checkpoint.memory_every is not None:
+        in_memory.check_room(state.bytes_to_read(run))
     uploads = None
     if cfg.checkpoint.mirror is not None:
-        from checkpoint.uploader import open_uploader
+        from durable.uploader import open_uploader
 
         uploads = open_uploader(cfg, folder, is_first_rank=env.rank == 0)
     is_end = start.step == run.steps
@@ -254,7 +213,7 @@ def end_finished_run(begun: Beginning, env: setup.LaunchEnv, folder: Path) -> st
     run = begun.run
     run.data.close()
     if begun.uploads is not None:
-        from checkpoint.uploader import finish_uploads
+        from durable.uploader import finish_uploads
 
         finish_uploads(begun.uploads, run.mesh.world, run.cfg.checkpoint.timeout_s)
     if begun.in_memory is not None:
@@ -313,259 +272,3 @@ def check_source_names(cfg: Config) -> None:
     if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
         key = validation_key(cfg.data)
         raise ConfigError(f"{key}: a source named {EMA} would share val/{EMA}/loss with train.ema")
-
-
-def start_run(
-    cfg: Config,
-    env: setup.LaunchEnv,
-    world: World,
-    folder: Path,
-    in_memory: "MemoryCheckpoints | None" = None,
-) -> tuple[TrainingRun, BatchLoader, state.StartingPoint, list[str]]:
-    """The run of the phase that comes next, with what it continues.
-
-    Returns (run, its valid split, what it has loaded, notes for the log). Collective.
-    """
-    root = folder / "checkpoints"
-    phases = phases_of(cfg)
-    everyone = world.all_ranks()
-    left_out: list[str] = []  # validations
-
-    def begins_elsewhere(start: state.StartingPoint) -> bool:
-        """Whether no run of this folder has made the steps before the start."""
-        if start.resumed is None or start.memory:
-            return False
-        return start.resumed.path.parent.resolve() != root.resolve()
-
-    def phase_after(start: state.StartingPoint) -> tuple[int, Config]:
-        """(its number, the config). Where an evaluation is missing, the phase before a boundary: it has its
-        own validation, if it still can."""
-        left_out.clear()
-        here, following = phases.of_step(start.step), phases.of_step(start.step + 1)
-        made_here = None if begins_elsewhere(start) else folder
-        if here == following or not is_evaluation_missing(cfg, start.step, made_here, everyone):
-            return following.number, cfg
-        try:
-            return here.number, config_to_validate(cfg, here, world)
-        except ConfigError as error:
-            left_out.append(f"the validation of step {start.step:,} is left out: {error}")
-            return following.number, cfg
-
-    repaired: dict[Path, str] = {}  # {checkpoint: a line that says so}
-
-    def choose(bad: dict[Path, str]) -> state.StartingPoint:
-        """choose_start, after a try to bring a damaged checkpoint from a store: one for each."""
-        for path in [path for path in bad if path not in repaired]:
-            is_good, repaired[path] = state.first_rank_does(
-                lambda: repair_from_store(cfg, path, root), everyone, cfg.checkpoint.timeout_s
-            )
-            if is_good:
-                del bad[path]
-        start = choose_start(cfg, world, root, in_memory, bad)
-        return replace(start, notes=[*filter(None, repaired.values()), *start.notes])
-
-    start = choose({})
-    may_be_large = bool(cfg.checkpoint.branch) and not start.memory
-    if start.resumed is not None and may_be_large:  # its model is as large as the source says
-        check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
-    while True:
-        number, whole = phase_after(start)
-        with named(phases.all[number - 1]):
-            run, valid_data = build_phase(whole, env, world, number)
-        start, notes = state.resume(run, root, start, choose)
-        if len(phases.all) == 1 or phase_after(start)[0] == number:
-            if begins_elsewhere(start):
-                state.first_rank_does(lambda: drop_rows(folder), everyone)
-            if in_memory is not None:
-                in_memory.drop_after(start.step)  # what this run goes on from is its only past
-                if cfg.checkpoint.memory_every is None and not start.memory:
-                    in_memory.clear()  # nothing will be saved there any more
-            notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start), *left_out]
-            return describe_start(run, valid_data, env, start, root), valid_data, start, notes
-        run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
-
-
-def config_to_validate(cfg: Config, phase: Phase, world: World) -> Config:
-    """The config with which a phase that is over is validated: in its own layout, or that of the next one
-    where these ranks cannot have it. Collective. Raises ConfigError if they have neither, or data is gone.
-    """
-    trouble: ConfigError | None = None
-    for whole in (cfg, with_next_layout(cfg, phase.number)):
-        try:
-            make_schedules(phases_of(whole).all[phase.number - 1].cfg, world.size, advise=False)
-        except ConfigError as error:
-            trouble = trouble or error
-            continue
-
-        def open_once() -> None:
-            for split in ("train", "valid"):
-                open_loader(whole, split, 0, 1, phase=phase.number).close()
-
-        state.first_rank_does(open_once, world.all_ranks(), cfg.checkpoint.timeout_s)
-        return whole
-    assert trouble is not None
-    raise trouble
-
-
-def build_phase(
-    cfg: Config, env: setup.LaunchEnv, world: World, number: int
-) -> tuple[TrainingRun, BatchLoader]:
-    """The run of a phase with initial weights, and its valid split. Collective."""
-    setup.seed_everything(cfg)
-    phase = phases_of(cfg).all[number - 1]
-    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
-    mesh = connect(phase.cfg, world)
-    train_data, valid_data = open_data(cfg, mesh, env.device, number)
-    with advised_on_memory(phase.cfg, world):
-        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
-    return run, valid_data
-
-
-def connect(cfg: Config, world: World) -> Mesh:
-    """The groups of this rank. Collective: every rank calls it."""
-    return Mesh.bind(parallel_dims(cfg, world.size), world)
-
-
-def open_data(
-    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
-) -> tuple[BatchLoader, BatchLoader]:
-    """This rank's part of the train and the valid split of a phase."""
-    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    return train_data, valid_data
-
-
-# ---- what the loop begins with -----------------------------------------------------------------------------
-
-# Skipped steps in a row that end a run. In fp16 the loss scale must first come down: a halving a step.
-SKIPPED_STEPS = 5
-SKIPPED_STEPS_FP16 = 20
-
-
-@dataclass(frozen=True)
-class Services:
-    """What outlives a phase. cfg: of the whole run. extras: what the loop has beside the plain one."""
-    cfg: Config
-    env: setup.LaunchEnv
-    world: World
-    folder: Path
-    log: MetricsLogger
-    goodput: GoodputClock
-    saving: DiskSaves
-    guard: NonFiniteGuard
-    stop: StopRequest
-    observe: "FaultHook"
-    extras: Sequence[Extra]
-
-
-def open_services(
-    begun: Beginning,
-    env: setup.LaunchEnv,
-    world: World,
-    folder: Path,
-    *,
-    goodput: GoodputClock,
-    observe: "FaultHook",
-    lease: "Lease | None",
-) -> Services:
-    """Opens the log, the saver and what stands beside the loop. Collective under checkpoint.async_save."""
-    run, cfg = begun.run, begun.run.cfg
-    is_first_rank = env.rank == 0
-    if is_first_rank:  # nothing is refused any more
-        keep_tokenizer(cfg, run.data, folder / "tokenizer")
-    stop = StopRequest(folder, cfg.train.max_minutes, watches_file=is_first_rank)
-    saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
-    committed = do_nothing if begun.uploads is None else begun.uploads.request
-    saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group, committed=committed)
-    with store.storage_errors(folder / lines.NAME, 0):
-        log = MetricsLogger(
-            folder,
-            run.phases.whole,
-            env,
-            steps=run.steps,
-            flops_per_token=trained_flops_per_token(run),
-            start_step=begun.start.step,
-            goodput=goodput,
-        )
-    guard = NonFiniteGuard(SKIPPED_STEPS_FP16 if run.scaler.dynamic else SKIPPED_STEPS)
-    run_folder = RunFolder(folder, log, is_first_rank)
-    saving = DiskSaves(
-        cfg.checkpoint,
-        run_folder,
-        saver,
-        log=log,
-        goodput=goodput,
-        guard=guard,
-        uploads=begun.uploads,
-        observe=observe,
-    )
-    extras = extras_of_loop(
-        run,
-        env,
-        saving,
-        lease=lease,
-        in_memory=begun.in_memory,
-        observe=None if observe is setup.no_fault else observe,
-    )
-    return Services(
-        cfg=run.phases.whole,
-        env=env,
-        world=world,
-        folder=folder,
-        log=log,
-        goodput=goodput,
-        saving=saving,
-        guard=guard,
-        stop=stop,
-        observe=observe,
-        extras=extras,
-    )
-
-
-def log_header(
-    services: Services, begun: Beginning, tasks: "dict[int, EncodedTasks]", about_layout: Sequence[str]
-) -> None:
-    """Prints what is about to run. tasks: of each model.context. about_layout: lines about the layout."""
-    run, is_first_rank = begun.run, services.env.rank == 0
-    notes = [*begun.notes, *keep_provenance(run, services.env, services.folder)]
-    if tasks:
-        notes = [*notes, f"{'tasks':<9}{tasks[run.cfg.model.context].describe()}"]
-    first = {
-        "valid": describe_valid(run.data, begun.valid_data) if services.cfg.data.valid is not None else None,
-        "template": describe_template(services.cfg, run.data) if is_first_rank else None,
-        "epochs": describe_passes(run) if is_first_rank else None,
-        "targets": describe_targets(run, begun.valid_data) if is_first_rank else None,
-    }
-    shown = [f"{name:<9}{text}" for name, text in first.items() if text]
-    counts = parameters(services.cfg.model)
-    sizes = counts["total"], counts["total"] - counts["embedding"]
-    services.log.header(sizes, run.data.describe(), [*about_layout, *shown, *notes], run.provenance)
-
-
-def build_next_phase(
-    services: Services, step: int, start: state.StartingPoint, provenance: Tree
-) -> tuple[TrainingRun, BatchLoader]:
-    """(the run of the phase after `step`, which is saved; its valid split). Collective.
-
-    start: what this process has begun with. provenance: that of the phase that ended.
-    """
-    root = services.folder / "checkpoints"
-    phases = phases_of(services.cfg)
-    before, phase = phases.of_step(step), phases.of_step(step + 1)
-    run, valid_data = build_phase(services.cfg, services.env, services.world, phase.number)
-    run = describe_phase(run, valid_data, provenance, step)
-    if step == start.step:  # it has only validated: the step may be another run's, or in memory
-        state.load_start(run, root, start)
-    else:
-        state.resume_after(run, root, step)
-    services.observe("run.built", step, run=run, data=run.data, valid=valid_data)
-    services.log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
-    if services.env.rank == 0:
-        for name, text in (("targets", describe_targets(run, valid_data)), ("epochs", describe_passes(run))):
-            if text:
-                services.log.log_line(f"{name}: {text}")
-    for warning in keep_provenance(run, services.env, services.folder):
-        services.log.log_line(warning)
-    return run, valid_data
-
-

@@ -28,6 +28,8 @@ from checkpoint.disk import store
 from config import Config, Tree, is_due, is_permanent_step, modules_ahead
 from config.exit_codes import FINISHED
 from config.reading.run_name import with_own_folder
+from durable.peers import PeerWatch
+from durable.spares import words_of_process
 from model.router import mixture
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
@@ -37,36 +39,33 @@ from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
+from phases import build_next_phase
 from runtime import failure, setup
 from runtime import folder as run_folders
 from runtime.advice import advised_on_memory
 from runtime.closing import ReportExit, close_run, report_end, summarize_run, summarized_failure
 from runtime.command import shows
 from runtime.evaluate import Evaluation, encode_for_phases, evaluate, open_evaluation
+from runtime.fault_points import FaultHook
 from runtime.garbage import collected_between_steps
 from runtime.goodput import GoodputClock, recorded_start
 from runtime.guard import all_finite
-from runtime.peers import PeerWatch
 from runtime.run import TrainingRun
+from services import Services, log_header, open_services
 from start import (
-    Services,
     begin_run,
-    build_next_phase,
     check_same_everywhere,
     choose_config,
     end_finished_run,
     fault_hook,
-    log_header,
     note_other_name,
-    open_services,
     run_folder,
 )
 from torch import Tensor
 
 if TYPE_CHECKING:  # a run without them loads neither
-    from checkpoint.lease import Lease
+    from checkpoint.disk.lease import Lease
     from data.task_scores import EncodedTasks
-    from runtime.faults import FaultHook
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -74,7 +73,7 @@ if TYPE_CHECKING:  # a run without them loads neither
 
 def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> StepResult:
     """Run optimizer step number `step` (from 1) on this rank's microbatches, without waiting for the device
-    (recomputed steps wait: runtime/rerun.py).
+    (recomputed steps wait: durable/rerun.py).
 
     The update is skipped if the step is not finite, if it is a spike, or if no target of the batch counts.
     """
@@ -270,7 +269,7 @@ def train(
     *,
     failure_scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     lease: "Lease | None" = None,
-    observe: "FaultHook | None" = None,
+    observe: FaultHook | None = None,
     report_exit: ReportExit = lambda code, reason, restart: None,
     seconds_before: float = 0.0,
     done: int = 0,
@@ -282,7 +281,7 @@ def train(
     failure_scope: context of the loop that reports a failure to the other ranks. lease: on the run folder.
     observe(point, step, **seen) replaces the fault injector at each of start.FAULT_POINTS; lab/proof/verify
     observes the loop with it. report_exit is called at the end. seconds_before: since this process started.
-    done: steps already made (checkpoint/progress.py); the data of finished phases is not opened. stated: keys
+    done: steps already made (durable/progress.py); the data of finished phases is not opened. stated: keys
     given on the command line or in its file. about_layout: lines for the header.
     """
     observe = observe or fault_hook(env)
@@ -395,4 +394,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    failure.exit_process(failure.fail_cleanly(main, setup.words_of_process(sys.argv[1:])))
+    failure.exit_process(failure.fail_cleanly(main, words_of_process(sys.argv[1:])))

@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).resolve().parent
 # the folder of config/, model/, train.py: the package, or in a clone its parent
 FOLDER = PACKAGE if (PACKAGE / "train.py").exists() else PACKAGE.parent
 MODULES = (
-    "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
-    "lab", "scripts", "train", "start", "build",
+    "config", "kernels", "parallel", "model", "data", "optim", "checkpoint", "durable", "runtime", "plan",
+    "lab", "scripts", "train", "start", "phases", "services", "build",
 )
 __version__: str = runpy.run_path(str(FOLDER / "config" / "version.py"))["VERSION"]
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import config.reading
-from checkpoint import mirror, state
+from checkpoint import remote, state
 from checkpoint.disk import store
 from config import Config, ConfigError, LogConfig, Tree, rest_of_ramp
 from config.reading import (
@@ -142,7 +142,7 @@ def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
 
     `asker` is used in messages. Raises ConfigError.
     """
-    mirror.refuse_url(where, asker)
+    remote.refuse_url(where, asker)
     run, at, step = where.rpartition("@")
     if not at:
         return state.find_checkpoint(where, [], check=store.quick_check)

@@ -3,7 +3,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from checkpoint import replicas, state
 from checkpoint.disk import store
@@ -12,20 +11,32 @@ from checkpoint.run_folder import RunFolder
 from config import CheckpointConfig
 from parallel.wire.comm import Group
 from runtime import failure
+from runtime.fault_points import FaultHook
 from runtime.goodput import GoodputClock
 from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
 
-if TYPE_CHECKING:  # imported only by runs that use them
-    from checkpoint.uploader import CheckpointUploader
-    from runtime.faults import FaultHook
+
+class Uploads:
+    """What happens to a committed checkpoint beyond the run folder: nothing, without checkpoint.mirror
+    (durable/uploader.py)."""
+
+    def request(self) -> None:
+        """Upload what is committed now. Returns immediately."""
+
+    def has_failed(self) -> bool:
+        """Return whether too many uploads in a row failed, so that the run must end."""
+        return False
+
+    def check(self) -> None:
+        """Raise RemoteError if has_failed()."""
 
 
 class DiskSaves:
     """Save a run to disk, in the background under checkpoint.async_save.
 
-    uploads: the uploader to checkpoint.mirror, if that is set. observe: called at each of store.FAULT_POINTS.
+    observe: called at each of store.FAULT_POINTS.
     """
 
     def __init__(
@@ -37,8 +48,8 @@ class DiskSaves:
         log: MetricsLogger,
         goodput: GoodputClock,
         guard: NonFiniteGuard,
-        uploads: "CheckpointUploader | None",
-        observe: "FaultHook",
+        uploads: Uploads,
+        observe: FaultHook,
     ) -> None:
         self.cfg = cfg
         self.run_folder = run_folder
@@ -91,14 +102,13 @@ class DiskSaves:
 
     def has_failed(self) -> bool:
         """Return whether a background save, or too many uploads in a row, failed on this rank."""
-        return self.saver.has_failed() or (self.uploads is not None and self.uploads.has_failed())
+        return self.saver.has_failed() or self.uploads.has_failed()
 
     def raise_failure(self, everyone: Group) -> None:
         """Raise on every rank any failure that is not tolerated. Collective."""
         with self.excused():
             self.saver.wait()
-        if self.uploads is not None:
-            state.first_rank_does(self.uploads.check, everyone)
+        state.first_rank_does(self.uploads.check, everyone)
 
     @contextlib.contextmanager
     def excused(self, is_final: bool = False) -> Iterator[None]:

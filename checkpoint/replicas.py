@@ -1,16 +1,17 @@
 """Check that replicas are identical, before each save and every checkpoint.check_replicas steps."""
 from typing import Any
 
-from checkpoint.state import RunState, moments_of
+from checkpoint.state import moments_of
 from config import is_due
 from parallel.extras import Extra
 from parallel.sharding.bucket import wait_param_gathers
 from parallel.sharding.replicas import check_replicas
 from parallel.topology.dims import GROUP_AXES
 from parallel.wire import comm
+from runtime.run import TrainingRun
 
 
-def compare_replicas(run: RunState) -> None:
+def compare_replicas(run: TrainingRun) -> None:
     """Wait for the updated weights and compare all replicas.
 
     Raises ReplicasDiffer if replicas differ, and ExchangesDiffer if the ranks of a group have not run the

@@ -2,9 +2,9 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from checkpoint import mirror, state
+from checkpoint import remote, state
 from checkpoint.disk import store
 from config import Config, ConfigError
 from config.reading import dump
@@ -17,9 +17,6 @@ from parallel.extras import Extra, StepResult
 from runtime import folder as run_folders
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
-
-if TYPE_CHECKING:  # imported only by runs with in-memory checkpoints
-    from checkpoint.memory import MemoryCheckpoints
 
 
 class RunFolder(Extra):
@@ -107,17 +104,17 @@ def tokenizer_places(cfg: Config) -> list[Path]:
         places.append(Path(f"{prefix}.tokenizer"))
     for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
         if source not in (None, "auto", "none"):
-            checkpoint = mirror.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
+            checkpoint = remote.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
             for folder in (checkpoint, *list(checkpoint.parents)[:2]):
                 places.append(folder / "tokenizer")
     return places
 
 
-def probe_run_folder(run: TrainingRun, folder: Path, in_memory: "MemoryCheckpoints | None" = None) -> None:
+def probe_run_folder(run: TrainingRun, folder: Path) -> None:
     """Check before the first step that the run can be saved. Collective.
 
-    Raises ConfigError if a rank sees a different folder than rank 0, or a node has no room for in-memory
-    checkpoints; StorageError (82) if rank 0 cannot write there, or a checkpoint does not fit on the disk.
+    Raises ConfigError if a rank sees a different folder than rank 0; StorageError (82) if rank 0 cannot write
+    there, or a checkpoint does not fit on the disk.
     """
     everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
     with store.storage_errors(folder, 0):
@@ -128,6 +125,3 @@ def probe_run_folder(run: TrainingRun, folder: Path, in_memory: "MemoryCheckpoin
         if everyone.index == 0:
             run_folders.remove_token(folder, token)
     state.check_space(run, folder / "checkpoints")
-    if in_memory is not None and run.cfg.checkpoint.memory_every is not None:
-        boxes = state.boxes_to_read(run, state.moments_of(run))
-        in_memory.check_room(sum(part.numel() * part.element_size() for _, part in boxes))

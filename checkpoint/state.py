@@ -4,8 +4,6 @@ A checkpoint stores the master weights under their canonical names, the optimize
 the moving average of the weights under NAME@ema (train.ema), the router state, and PowerSGD's error feedback
 (parallel/sharding/powersgd.py). meta.json records the settings of the run. Some of them must be the same when
 the run resumes; the others may change.
-
-`run` is a build.TrainingRun; RunState declares the attributes used here.
 """
 import dataclasses
 import functools
@@ -14,18 +12,16 @@ import shlex
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint import mirror
+from checkpoint import remote
 from checkpoint.disk import store
-from checkpoint.systems import foreign
 from checkpoint.disk.folder import parse_index
-from checkpoint.systems.foreign_systems import is_ours, open_foreign
+from checkpoint.disk.saver import CheckpointSaver
+from checkpoint.disk.together import Ranks
 from checkpoint.origin import (
     FINGERPRINT_DIGITS,
     UNKNOWN,
@@ -38,8 +34,8 @@ from checkpoint.origin import (
     other_start,
     stored_boxes,
 )
-from checkpoint.disk.saver import CheckpointSaver
-from checkpoint.disk.together import Ranks
+from checkpoint.systems import foreign
+from checkpoint.systems.foreign_systems import is_ours, open_foreign
 from config import (
     CheckpointConfig,
     Config,
@@ -52,7 +48,7 @@ from config import (
 )
 from config.optimizers import EMA
 from config.pattern import BLOCK_PARTS
-from config.reading import Phase, Phases, phases_of, saved_config
+from config.reading import phases_of, saved_config
 from config.reading.function import FUNCTION_KEYS, START, written
 from config.reading.phases import (
     CHANGEABLE,
@@ -64,6 +60,8 @@ from config.reading.phases import (
 )
 from config.reading.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
 from config.tree import differing_leaves, plain_data, with_values
+from data.loader import BatchLoader
+from data.remote import is_url
 from model.shared_keys import key_sources
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -71,9 +69,8 @@ from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_ma
 from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
 from parallel.sharding.views import Moments, boxes_of, boxes_within, state_flats
 from parallel.topology.dims import ParallelDims
-from parallel.topology.mesh import Mesh
 from parallel.wire import comm, messages
-from remote.files import is_url
+from runtime.run import TrainingRun
 
 # If one of these changed, samples would be repeated or lost, or the checkpoint would lack required states.
 # The keys that define the model's function must match, too (config/reading/function.py).
@@ -107,87 +104,6 @@ Check = Callable[[pathlib.Path], store.StoredIndex]  # raises IntegrityError: st
 Indexes = dict[pathlib.Path, store.StoredIndex]
 
 
-# ---- the interface of a run --------------------------------------------------------------------------------
-
-class Fingerprinted(Protocol):
-    """data.tokenizer.Tokenizer"""
-    @property
-    def fingerprint(self) -> str: ...
-
-
-class TrainingData(Protocol):
-    """data.loader.BatchLoader"""
-    @property
-    def tokenizer(self) -> Fingerprinted | None: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def is_chat(self) -> bool: ...
-    @property
-    def has_start(self) -> bool: ...
-    def ids_by_text(self, folder: pathlib.Path, fingerprint: str) -> NDArray[np.int64]: ...
-
-
-class OptimizerMoments(Protocol):
-    """optim.base.Optimizer"""
-    def state(self) -> Moments: ...
-
-
-class MovingAverage(Protocol):
-    """optim.ema.WeightEMA"""
-    def state(self) -> Moments: ...
-    def start(self) -> None: ...
-
-
-class Routers(Protocol):
-    """model.router_states.RouterStates"""
-    def boxes(self, each_once: bool = False, weights: bool = False) -> BoxedTensors: ...
-
-
-class Scaler(Protocol):
-    """optim.scaler.LossScaler"""
-    def state(self) -> list[float]: ...
-    def load(self, state: list[float] | None) -> None: ...
-
-
-class Spikes(Protocol):
-    """optim.spikes.SpikeState"""
-    @property
-    def left_out(self) -> list[int]: ...
-    def state(self) -> Tree: ...
-    def load(self, state: Tree | None) -> None: ...
-
-
-class RunState(Protocol):
-    """The part of a build.TrainingRun that checkpoints read and write."""
-    @property
-    def cfg(self) -> Config: ...
-    @property
-    def phases(self) -> Phases: ...
-    @property
-    def phase(self) -> Phase: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def data(self) -> TrainingData: ...
-    @property
-    def buckets(self) -> list[Bucket]: ...
-    @property
-    def optim(self) -> OptimizerMoments: ...
-    @property
-    def ema(self) -> MovingAverage | None: ...
-    @property
-    def routers(self) -> Routers: ...
-    @property
-    def scaler(self) -> Scaler: ...
-    @property
-    def spikes(self) -> Spikes: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def provenance(self) -> Tree: ...
-
-
 # ---- tensors -----------------------------------------------------------------------------------------------
 
 def state_boxes(
@@ -211,7 +127,7 @@ def state_boxes(
     return found
 
 
-def moments_of(run: RunState) -> Moments:
+def moments_of(run: TrainingRun) -> Moments:
     """Return the tensors that are stored with each master: optimizer moments and the moving average."""
     return {**run.optim.state(), **(run.ema.state() if run.ema is not None else {})}
 
@@ -278,7 +194,7 @@ def load_buckets(buckets: list[Bucket]) -> None:
 
 # ---- meta.json ---------------------------------------------------------------------------------------------
 
-def fingerprints(data: TrainingData) -> dict[str, str]:
+def fingerprints(data: BatchLoader) -> dict[str, str]:
     """Return {name: fingerprint} of the inputs that must not change when a run resumes.
 
     Raises ConfigError if the data does not name its tokenizer.
@@ -290,7 +206,7 @@ def fingerprints(data: TrainingData) -> dict[str, str]:
     return {"tokenizer": data.tokenizer.fingerprint, "data": data.fingerprint}
 
 
-def describe_run(run: RunState, step: int) -> Tree:
+def describe_run(run: TrainingRun, step: int) -> Tree:
     """Return the content of meta.json: progress, horizon, and the settings of all phases."""
     return {
         "step": step,
@@ -347,7 +263,7 @@ def blocks_of_layers(model: ModelConfig) -> list[tuple[Any, ...]]:
     return found
 
 
-def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = False) -> list[str]:
+def check_same_run(meta: Tree, run: TrainingRun, where: str, in_memory: bool = False) -> list[str]:
     """Compare the settings in `meta` with those of the run. Returns a warning for each changed setting.
 
     where: name_of the checkpoint, for messages. Raises ConfigError if a setting that must not change has
@@ -463,7 +379,7 @@ def is_switched(key: str, old: object, new: object) -> bool:
     return key == "data.valid" and (old is None) != (new is None)
 
 
-def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> None:
+def check_horizon(meta: Tree, run: TrainingRun, where: str, own_folder: bool) -> None:
     """Raise ConfigError if nothing is left to train after this checkpoint and it is not this run's result.
 
     Rejects a checkpoint beyond the horizon, and one at the horizon that is in another run's folder or was
@@ -512,7 +428,7 @@ def find_checkpoint(
     For a URL, returns the local copy below `downloads`. log, bad, check: see store.newest_checkpoint. Raises
     ConfigError if there is no checkpoint, and IntegrityError if none is good.
     """
-    folder = mirror.local_checkpoint(path, downloads) if is_url(path) else pathlib.Path(path)
+    folder = remote.local_checkpoint(path, downloads) if is_url(path) else pathlib.Path(path)
     if (folder / "index.json").exists():
         why = (bad or {}).get(folder)
         if why is not None:
@@ -541,7 +457,7 @@ def find_index(path: str, log: list[str]) -> store.StoredIndex:
     except store.IntegrityError:
         if not is_url(path):
             raise
-        log.append(mirror.repair_copy(path, DOWNLOADS))
+        log.append(remote.repair_copy(path, DOWNLOADS))
         return indexes[find_checkpoint(path, log, check=check)]
 
 
@@ -572,7 +488,7 @@ def load_found(
 
     def look() -> StartingPoint:
         if bad and is_url(path) and not repaired:
-            repaired.append(mirror.repair_copy(path, DOWNLOADS))
+            repaired.append(remote.repair_copy(path, DOWNLOADS))
             bad.clear()
         indexes: Indexes = {}
         found = find_checkpoint(path, log, bad, kept_in(indexes, store.quick_check))
@@ -646,7 +562,7 @@ def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
         pass_on(bucket, position, [flat for _, flat in state_flats(bucket, position, state)])
 
 
-def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> list[str]:
+def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) -> list[str]:
     """Load weights and optimizer state into the run, whatever layout saved them. Collective.
 
     index: the checkpoint's index with its meta.json; with in_memory it covers only this rank's part. Returns
@@ -715,9 +631,14 @@ def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> li
     return warnings
 
 
-def boxes_to_read(run: RunState, moments: Moments) -> BoxedTensors:
+def boxes_to_read(run: TrainingRun, moments: Moments) -> BoxedTensors:
     """Return the boxes that this rank reads, without PowerSGD state; it receives the rest in pass_on_all."""
     return state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
+
+
+def bytes_to_read(run: TrainingRun) -> int:
+    """Return the bytes that this rank reads to resume, as large as its part of an in-memory checkpoint."""
+    return sum(part.numel() * part.element_size() for _, part in boxes_to_read(run, moments_of(run)))
 
 
 def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
@@ -735,7 +656,7 @@ def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
 # ---- save --------------------------------------------------------------------------------------------------
 
 def save_run(
-    run: RunState, saver: CheckpointSaver, root: pathlib.Path, step: int, *, fault_point: store.FaultPoint
+    run: TrainingRun, saver: CheckpointSaver, root: pathlib.Path, step: int, *, fault_point: store.FaultPoint
 ) -> None:
     """Save the state of the run after `step`. Collective: every rank writes its share.
 
@@ -760,13 +681,13 @@ def save_run(
     )
 
 
-def boxes_to_save(run: RunState) -> BoxedTensors:
+def boxes_to_save(run: TrainingRun) -> BoxedTensors:
     """Return the boxes that this rank writes, without PowerSGD's errors, which must be summed first."""
     shares = write_shares(run.buckets, run.mesh)
     return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
 
 
-def boxes_of_rank(run: RunState) -> BoxedTensors:
+def boxes_of_rank(run: TrainingRun) -> BoxedTensors:
     """Return the boxes that this rank reads when it resumes under the same layout, for in-memory checkpoints.
 
     Collective, since PowerSGD's errors are summed.
@@ -776,7 +697,7 @@ def boxes_of_rank(run: RunState) -> BoxedTensors:
     return list({box: (box, tensor) for box, tensor in pieces}.values())  # without duplicates
 
 
-def check_space(run: RunState, root: pathlib.Path) -> None:
+def check_space(run: TrainingRun, root: pathlib.Path) -> None:
     """Raise StorageError, on all ranks, if the disk has no room for one checkpoint. Collective.
 
     root: the folder of the checkpoints. It need not exist, but its parent must.
@@ -802,7 +723,7 @@ def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) 
 class StartingPoint:
     """The starting point of a run, chosen by rank 0. At most one of `resumed` and `weights` is set.
 
-    memory: for an in-memory checkpoint (checkpoint/memory.py), a description of the nodes that have it;
+    memory: for an in-memory checkpoint (durable/memory.py), a description of the nodes that have it;
     `resumed` then covers only this rank's part. "" for a checkpoint on disk.
     """
     resumed: store.StoredIndex | None  # the checkpoint to resume from
@@ -899,7 +820,7 @@ def choose_together(
 
 
 def resume(
-    run: RunState, root: pathlib.Path, start: StartingPoint, choose: Choose
+    run: TrainingRun, root: pathlib.Path, start: StartingPoint, choose: Choose
 ) -> tuple[StartingPoint, list[str]]:
     """Load what checkpoint.resume and checkpoint.init_from name. Collective.
 
@@ -933,7 +854,7 @@ def newest_start(
     return choose_together(lambda: choose_start(cfg, root, bad or {}), world, timeout_s, cfg.model)
 
 
-def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
+def resume_after(run: TrainingRun, root: pathlib.Path, step: int) -> None:
     """Load the checkpoint that the run saved at this step. Collective.
 
     Raises IntegrityError, on all ranks, if it is damaged.
@@ -944,7 +865,7 @@ def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
     load_start(run, root, choose_together(look, run.mesh.world, run.cfg.checkpoint.timeout_s))
 
 
-def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple[int, list[str]]:
+def load_start(run: TrainingRun, root: pathlib.Path, start: StartingPoint) -> tuple[int, list[str]]:
     """Load what rank 0 chose. Collective. Returns (completed steps, notes for the log).
 
     Raises ConfigError if the checkpoint does not fit the run, and IntegrityError, on all ranks, if it is
@@ -968,7 +889,7 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
     return 0, [*start.notes, *load_origin(run, start.weights)]
 
 
-def load_origin(run: RunState, index: store.StoredIndex) -> list[str]:
+def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
     """Load the weights of checkpoint.init_from. Collective. Returns header lines that describe them.
 
     Raises ConfigError, before any tensor changes, if they do not fit this run's model.

@@ -34,7 +34,7 @@ from config.strict import ConfigError, Tree
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE_FOLDERS = (
-    "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
+    "config", "kernels", "parallel", "model", "data", "optim", "checkpoint", "durable", "runtime", "plan",
 )
 RECIPES = ("configs/*.yaml", "configs/*/*.yaml")
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "sentencepiece", "safetensors", "flash-attn")

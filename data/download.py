@@ -31,7 +31,7 @@ from config.reading import phases_of
 from data.blend import named_paths
 from data.blocks import BLOCK, ChecksumError
 from data.indexed import FILE_ENDS, IndexedDataset, sibling_file
-from remote.files import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, path_of_url
+from data.remote import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, path_of_url
 
 TOKENIZER = ".tokenizer"  # suffix of the tokenizer folder next to them
 SOURCE = "source.json"  # in a copy: the store's metadata of its files

@@ -46,6 +46,7 @@ from data.lengths import is_exact, token_byte_lengths
 from data.pack import pack_windows
 from data.prompts import Prompts, open_prompts
 from data.raw import RawShards, is_raw_file
+from data.remote import is_url
 from data.same_tokens import ids_by_text
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
@@ -55,7 +56,6 @@ from data.tokenizer import Tokenizer
 from data.window import Window, WithoutTokens, read_pieces, read_stream
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 from parallel.offload import CopyStream, Event
-from remote.files import is_url
 
 SPLITS = ("train", "valid", "test")
 PROBE_TOKENS = 1 << 20  # from the start of the run: their documents give the estimated cost of attention

@@ -16,7 +16,6 @@ from parallel.topology.dims import ParallelDims, least_world
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
 
-
 # ---- a part of a stage -------------------------------------------------------------------------------------
 
 

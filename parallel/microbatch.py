@@ -25,7 +25,7 @@ class Microbatch:
     positions: torch.Tensor  # int64 [b, s]: 0, 1, 2, ...; restarts at each document under data.doc_mask
     documents: torch.Tensor | None = None  # document number; None without data.doc_mask
     sequence_ids: torch.Tensor | None = None  # int64 [b]: index in the step's global batch; dropout needs it
-    step: int | torch.Tensor = 0  # from 0; in a captured step (runtime/graphs.py) an int64 scalar tensor
+    step: int | torch.Tensor = 0  # from 0; an int64 scalar in a captured step (parallel/pipeline/graphs.py)
     sequence_positions: torch.Tensor | None = None  # int64 [s/cp]: index of each token in its whole sequence;
     #   None if the sequences are not sharded
 

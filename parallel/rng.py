@@ -25,7 +25,7 @@ class DropoutRng:
 
     sequence_ids [b] is each sequence's index in the step's global batch, positions [s] each token's position
     in its sequence. step is an int, or an int64 scalar whose value a captured step changes
-    (runtime/graphs.py).
+    (parallel/pipeline/graphs.py).
     """
     seed: int
     step: int | Tensor

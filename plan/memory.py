@@ -24,8 +24,8 @@ from typing import NamedTuple
 from config import OPTIMIZERS
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
-from plan.bytes import boundary_bytes, shared_key_bytes
 from plan.buckets import PlannedBucket, buckets, unique_buckets
+from plan.bytes import boundary_bytes, shared_key_bytes
 from plan.job import Job
 from plan.parts import records_of_stage
 from plan.record.part import PartRecord
@@ -134,7 +134,7 @@ def passing_bytes(job: Job) -> int:
 
 
 def rerun_bytes(job: Job) -> int:
-    """Return the bytes of the copy of PowerSGD's errors, if a step may be rerun (runtime/rerun.py)."""
+    """Return the bytes of the copy of PowerSGD's errors, if a step may be rerun (durable/rerun.py)."""
     train = job.cfg.train
     if train.rerun_every is None and not train.rerun_suspects:
         return 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # optional features, imported only if the config enables them
     from data.task_scores import Score, TextRow
     from optim.ema import WeightEMA
     from optim.noise import GradientNoiseScale
-    from runtime.graphs import RecordedPipeline
+    from parallel.pipeline.graphs import RecordedPipeline
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,11 +25,7 @@ from config.provenance import Provenance, describe, read_code, typed
 from config.reading import CONFIG_FOLDER
 from model.router import mixture
 from runtime.processes import catches, die_with_parent, process_seconds
-from runtime.spares import SPARE_WORD, wait_for_job
 from runtime.tensorboard_sink import check_tensorboard
-
-if TYPE_CHECKING:  # imported only by runs with faults
-    from runtime.faults import FaultHook
 
 # parts of the names of environment variables whose values are never written
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -193,19 +188,10 @@ def restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def words_of_process(argv: list[str]) -> list[str]:
-    """Return argv. A spare (runtime/spares.py) waits for the arguments of the rank it becomes instead.
-
-    A spare also takes that rank's environment, or exits here if it is not needed.
-    """
-    if argv != [SPARE_WORD]:
-        return argv
-    job = wait_for_job()
-    if job is None:
-        sys.exit(0)
-    os.environ.update(job.environment)
+def become_rank(environment: Mapping[str, str]) -> None:
+    """Take the environment of a rank, whose time starts now. For a spare process (durable/spares.py)."""
+    os.environ.update(environment)
     os.environ["BEVATRON_SPARE_SECONDS"] = str(process_seconds())
-    return job.words
 
 
 def seconds_since_start() -> float:
@@ -228,7 +214,7 @@ def launcher_notes() -> list[str]:
 
 
 def store_secret() -> str:
-    """Return the job's secret that authenticates values in its store (runtime/peers.py), or ""."""
+    """Return the job's secret that authenticates values in its store (durable/peers.py), or ""."""
     return os.environ.get("BEVATRON_STORE_SECRET", "")
 
 
@@ -352,26 +338,9 @@ def seed_everything(cfg: Config) -> None:
     torch.manual_seed(cfg.train.seed)
 
 
-def no_fault(point: str, step: int | None = None, /, **seen: object) -> str | None:
-    """Do nothing: the fault hook of a run without faults."""
-
-
-def fault_injector(env: LaunchEnv, known: Collection[str] = ()) -> "FaultHook":
-    """Return the fault hook (runtime/faults.py) for the variable FAULT, or no_fault if it is empty.
-
-    known: names of all fault points. Raises ConfigError if FAULT does not parse or names an unknown point.
-    """
-    text = os.environ.get("FAULT", "")
-    if not text:
-        return no_fault
-    from runtime.faults import FaultInjector, parse
-
-    return FaultInjector(parse(text), env.rank, known)
-
-
-def asks_for_faults() -> bool:
-    """Return whether FAULT names any fault."""
-    return bool(os.environ.get("FAULT"))
+def named_faults() -> str:
+    """Return the faults to inject, the variable FAULT, or "" (durable/faults.py)."""
+    return os.environ.get("FAULT", "")
 
 
 # ---- the console and W&B -----------------------------------------------------------------------------------

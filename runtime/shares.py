@@ -1,4 +1,4 @@
-"""The types that runtime/metrics.py and runtime/slow.py exchange: a step's time breakdown, and slow ranks."""
+"""The types that runtime/metrics.py and durable/slow.py exchange: a step's time breakdown, and slow ranks."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -45,9 +45,12 @@ from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.files import remove, storage_errors, sync_dir
 from checkpoint.disk.tensors_by_name import open_safetensors_folder
+from checkpoint.hf import config as hf_config
+from checkpoint.hf import export as hf_ranks
+from checkpoint.hf import tensors as hf
+from checkpoint.hf import tokenizer as hf_tokenizer
 from checkpoint.hf.families.table import FAMILIES
 from checkpoint.hf.rules import spell_out
-from checkpoint.hf import config as hf_config, export as hf_ranks, tensors as hf, tokenizer as hf_tokenizer
 from checkpoint.sizes import check_counts, check_size
 from checkpoint.systems import foreign
 from checkpoint.trained import Fill, model_in_parts, tokenizer_of_run, weights_of_rank
@@ -62,6 +65,7 @@ from data.contract import SpecialToken
 from data.prompts import added_start, start_token
 from data.same_tokens import another_text
 from data.tokenizer import Tokenizer
+from durable.script_job import ScriptJob, script_job
 from kernels.delta_rule import CHUNK
 from model.precision import DTYPES
 from model.rope import rope_switches
@@ -71,7 +75,6 @@ from parallel.wire.comm import PeerError
 from parallel.wire.world import World
 from plan.count import parameters
 from runtime.failure import exit_process, fail_cleanly
-from runtime.script_job import ScriptJob, script_job
 
 # Largest accepted difference / largest logit. Two correct implementations in fp32 differ by 1e-7 to 1e-5 (80
 # layers of rounding); a swapped head, a wrong RoPE base or a missing bias differs by 1e-2 or more.

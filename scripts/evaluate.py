@@ -38,12 +38,12 @@ from data.raw import is_raw_file
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
+from durable.script_job import add_layout_options, check_layout_options, script_job
 from model.generate import generate
 from model.rope import rope_switches
 from parallel.microbatch import Microbatch
 from runtime.evaluate import loss_report
 from runtime.failure import exit_process, fail_cleanly
-from runtime.script_job import add_layout_options, check_layout_options, script_job
 from runtime.tasks import EvaluationModel, run_tasks
 
 SECONDS_BETWEEN_LINES = 10.0  # interval of progress lines

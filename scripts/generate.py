@@ -25,10 +25,10 @@ from config.reading.layout import AskedLayout
 from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
 from data.tokenizer import continuation
+from durable.script_job import add_layout_options, check_layout_options, script_job
 from model.generate import generate
 from model.rope import rope_switches
 from runtime.failure import exit_process, fail_cleanly
-from runtime.script_job import add_layout_options, check_layout_options, script_job
 
 FROM_TERMINAL = "-"
 NEW_TOKENS, NEW_TOKENS_OF_ANSWER = 100, 500

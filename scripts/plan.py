@@ -59,8 +59,10 @@ from plan.count import flops_per_token, parameters
 from plan.efficiency import CLASSES, StepRange
 from plan.gpu_choice import choose_gpus
 from plan.job import check_routing
+from plan.laws import CHINCHILLA, fit_law
 from plan.measured import CostRates, rates_of
 from plan.near_ties import NEAR, difference, near_groups
+from plan.points import check_enough, read_points
 from plan.run_report import RunQuestion
 from plan.search import (
     MARGIN,
@@ -73,8 +75,6 @@ from plan.search import (
 from plan.search_processes import best_layouts, search_on_cores
 from plan.what_if import WhatIf, cluster_under, parse_what_if
 from runtime.failure import fail_cleanly
-from plan.laws import CHINCHILLA, fit_law
-from plan.points import check_enough, read_points
 
 GIB = 2**30
 MIN_SHOWN_SHARE = 0.005  # of a step: shorter exposed communication is not listed

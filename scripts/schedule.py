@@ -44,12 +44,12 @@ from parallel.pipeline.schedule import (
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
+from parallel.wire.pool import WorkerPool
 from parallel.wire.world import World
 from plan.count import parameters
 from plan.plot import draw, text
 from plan.simulate import PEAKS, Span, Timeline, closed_form, share, simulate
 from runtime.failure import fail_cleanly
-from runtime.pool import WorkerPool
 from runtime.run import TrainingRun
 
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from pathlib import Path
 from checkpoint.disk import store
 from checkpoint.disk.files import IntegrityError, forget_cached
 from checkpoint.disk.folder import NewerFormat
-from checkpoint.mirror import refuse_url
+from checkpoint.remote import refuse_url
 from config import ConfigError
 from config.command_line import CommandParser
 from runtime.failure import fail_cleanly

@@ -75,9 +75,9 @@ def leave_like_nccl(folder, rank):
 
 
 def main(rank, size, port, folder, how):
+    from durable.peers import PeerWatch
     from parallel.wire import comm
     from parallel.wire.world import join_job
-    from runtime.peers import PeerWatch
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     leave = mock.patch.object(dist, "destroy_process_group", lambda: leave_like_nccl(folder, rank))

@@ -25,7 +25,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
-from config import ConfigError  # noqa: E402
 from footprint_file import (  # noqa: E402
     FOOTPRINTS,
     REST,
@@ -34,6 +33,8 @@ from footprint_file import (  # noqa: E402
     write_footprints,
 )
 from hooks import mutate_trace  # noqa: E402
+
+from config import ConfigError  # noqa: E402
 
 HOOKS = ROOT / "tests" / "hooks"
 

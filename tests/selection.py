@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from footprint_file import REST, Footprints, parts_of
 from footprints import NO_TEXT
 
 from config.parts import parse_part
-from footprint_file import REST, Footprints, parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY_TEST_READS = re.compile(r"pyproject\.toml|requirements.*\.txt|tests/conftest\.py")

@@ -25,15 +25,15 @@ import torch.distributed.run
 from ranks import job
 from test_house import MAY
 
-import lab.benchmarks.command
 import bevatron.__main__
 import config
+import lab.benchmarks.command
 import lab.proof.mutate.command
 import lab.proof.mutate.table
 import lab.proof.verify.command
 import lab.scaling.command
 import scripts.average
-import scripts.compare
+import scripts.compare.__main__
 import scripts.convert
 import scripts.evaluate
 import scripts.generate
@@ -45,11 +45,11 @@ import scripts.schedule
 import scripts.scrub
 import train
 from config import ConfigError
+from config.provenance import checkout_files
 from config.reading import resolve, sections, split_argv, unused
 from config.reading.earlier import NEW_NAMES
 from config.reading.kinds import every_path
 from config.reading.schedules import plan_pipeline
-from config.provenance import checkout_files
 from lab.proof.verify.overrides import check_free, read_overrides, split_overrides
 from lab.proof.verify.tiny_config import tiny_config
 
@@ -316,7 +316,7 @@ PARSERS: dict[str, Callable] = {
     "scripts.bench": lambda words: lab.benchmarks.command.make_parser().parse_known_args(words),
     "scripts.average": lambda words: scripts.average.arguments().parse_known_args(words),
     "scripts.scrub": lambda words: scripts.scrub.arguments().parse_known_args(words),
-    "scripts.compare": lambda words: scripts.compare.arguments().parse_known_args(words),
+    "scripts.compare": lambda words: scripts.compare.__main__.arguments().parse_known_args(words),
     "scripts.convert": lambda words: scripts.convert.arguments().parse_known_args(words),
     "scripts.evaluate": lambda words: scripts.evaluate.arguments().parse_known_args(words),
     "scripts.generate": lambda words: scripts.generate.arguments().parse_known_args(words),
@@ -639,7 +639,7 @@ def run(command: Command, folder: pathlib.Path) -> tuple[int, str]:
     return run_in_fork(words, folder) if main is None else run_here(main, words[3:], folder)
 
 
-# Programs that start ranks of their own run in this process, whose server of ranks is warm (runtime/pool.py).
+# Programs that start ranks run in this process, whose server of ranks is warm (parallel/wire/pool.py).
 WITH_RANKS = {"scripts.verify": lab.proof.verify.command.main, "scripts.schedule": scripts.schedule.main}
 
 
@@ -762,7 +762,7 @@ def test_the_tree_of_the_readme_has_every_folder():
     folders = {
         name for name in files() if name.count("/") == 1 and name.endswith("/") and not name.startswith(".")
     }
-    assert named == folders | {"train.py", "start.py", "build.py"}
+    assert named == folders | {"train.py", "start.py", "phases.py", "services.py", "build.py"}
 
 
 def test_the_picture_of_the_folders_is_that_of_the_imports():

@@ -199,7 +199,7 @@ def test_a_fault_that_comes_again_ends_the_job_after_three_restarts(tmp_path, wo
 WRONG_DEVICE = """
 import os, runpy, sys
 sys.path.insert(0, ".")
-from runtime import probes
+from durable import probes
 
 places = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
 sound = probes.known_product
@@ -213,8 +213,8 @@ if places[int(os.environ["LOCAL_RANK"])] in ("1", "3"):
     probes.known_product = flipped
 runpy.run_path("train.py", run_name="__main__")
 """
-WITH_ANOTHER_FILE = "import sys; from scripts import launch; launch.TRAIN_FILE = sys.argv[1]; " \
-    "sys.exit(launch.main(sys.argv[2:]))"
+WITH_ANOTHER_FILE = "import sys; from durable import launcher; from scripts import launch; " \
+    "launcher.TRAIN_FILE = sys.argv[1]; sys.exit(launch.main(sys.argv[2:]))"
 
 
 @pytest.mark.slow

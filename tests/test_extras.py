@@ -20,16 +20,16 @@ from parallel.topology.mesh import Mesh
 ROOT = pathlib.Path(__file__).parent.parent
 # what a run loads only for one of its keys
 ON_DEMAND = {
-    "checkpoint.memory": "--checkpoint.memory_every 2",
-    "checkpoint.memory_saves": "--checkpoint.memory_every 2",
-    "checkpoint.rewind": "--optim.spike_sigma 50",
+    "durable.memory": "--checkpoint.memory_every 2",
+    "durable.memory_saves": "--checkpoint.memory_every 2",
+    "durable.rewind": "--optim.spike_sigma 50",
     "optim.ema": "--train.ema 0.9",
     "optim.noise": "--log.noise_scale true",
-    "runtime.graphs": "--train.cuda_graphs true",
+    "parallel.pipeline.graphs": "--train.cuda_graphs true",
     "runtime.profile": "--profile.steps 1",
-    "runtime.rerun": "--train.rerun_every 1",
+    "durable.rerun": "--train.rerun_every 1",
 }
-NEVER_HERE = {"checkpoint.uploader", "data.task_files", "data.task_scores", "runtime.faults", "runtime.slow"}
+NEVER_HERE = {"durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow"}
 PROGRAM = """
 import json, sys, train
 code = train.main(sys.argv[2:])
@@ -59,11 +59,11 @@ def test_what_a_run_does_not_ask_for_is_not_imported(tmp_path, real_starts):
 
 @pytest.mark.slow
 def test_what_a_run_asks_for_is_imported(tmp_path, real_starts):
-    graphs = ON_DEMAND["runtime.graphs"]  # a recording holds neither reruns nor the noise scale
+    graphs = ON_DEMAND["parallel.pipeline.graphs"]  # a recording holds neither reruns nor the noise scale
     words = " ".join(sorted({words for words in ON_DEMAND.values() if words != graphs}))
     (tmp_path / "memory").mkdir()
     words += f" --checkpoint.memory_dir {tmp_path / 'memory'}"
-    assert loaded(tmp_path, words.split()) == set(ON_DEMAND) - {"runtime.graphs"}
+    assert loaded(tmp_path, words.split()) == set(ON_DEMAND) - {"parallel.pipeline.graphs"}
 
 
 def test_the_step_has_what_the_config_asks_for_in_the_order_of_the_calls(tmp_path):

@@ -9,10 +9,10 @@ import random
 
 import pytest
 
+from config.reading.tiny import tiny_config
 from lab.proof import lattice, mutate
 from lab.proof.verify.cells import chosen
 from lab.proof.verify.cells import words as words_of
-from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 
 CORE = (

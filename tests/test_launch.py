@@ -17,7 +17,7 @@ from ranks import MODEL, corpus, job
 
 import train
 from checkpoint.disk import store
-from runtime.peers import PeerWatch
+from durable.peers import PeerWatch
 
 SHORT = (
     "--parallel.timeout_s",

@@ -25,8 +25,8 @@ from checkpoint.disk.saver import CheckpointSaver
 from config.reading.tiny import tiny_config
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
+from parallel.wire.pool import WorkerPool
 from parallel.wire.world import World
-from runtime.pool import WorkerPool
 from train import train_step
 
 ROOT = pathlib.Path(__file__).parent.parent

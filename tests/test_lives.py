@@ -24,7 +24,7 @@ from checkpoint import state
 from checkpoint.disk import store
 from data import loader, tokenizer
 from data.indexed import IndexedDatasetWriter
-from remote.files import path_of_url
+from data.remote import path_of_url
 
 LETTERS = 6000  # of the train split, in which a few letters are at one place alone
 RECIPE = ["llama3-tiny"]

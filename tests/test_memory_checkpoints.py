@@ -24,12 +24,13 @@ import torch
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import consolidate, copies, memory, state
+from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.files import TORCH, raw_bytes
-from checkpoint.memory import Nodes
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
+from durable import consolidate, copies, memory
+from durable.memory import Nodes
 from parallel.sharding.boxes import Box, from_rows, to_rows
 
 STEPS = 9

@@ -5,8 +5,8 @@ An answer whose question is cut away does not count. Where sequences are short, 
 """
 
 import json
-from pathlib import Path
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -295,7 +295,7 @@ def test_a_validation_without_a_target_has_no_loss(tmp_path):
 
 def test_a_missing_loss_is_not_a_divergence(tmp_path, mostly_questions, capsys):
     """A run whose last steps have no target, and whose validation has none, beside one that has diverged."""
-    from scripts import compare
+    from scripts.compare import __main__ as compare
 
     assert run(tmp_path, mostly_questions, "--train.steps", "8").codes == [0]
     file = tmp_path / "r" / "metrics.jsonl"

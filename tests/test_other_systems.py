@@ -16,12 +16,12 @@ from test_house import MODULES, ROOMS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ConfigError
+from config.provenance import checkout_files
 from config.reading import resolve
 from config.reading.schedules import plan_pipeline
 from kernels import rope
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
-from config.provenance import checkout_files
 from runtime import evaluate, setup
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
@@ -33,7 +33,7 @@ ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before 
     "lab/benchmarks/watching.py": {"pthread_getcpuclockid"},
     "checkpoint/disk/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
     "runtime/processes.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
-    "runtime/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
+    "parallel/wire/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
 }
 
 

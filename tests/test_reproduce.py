@@ -18,10 +18,11 @@ from tokenizer_families import make_tokenizer
 
 import train
 from config import ConfigError, provenance
-from config.reading import resolve, split_argv, unused
 from config.provenance import checkout_files
+from config.reading import resolve, split_argv, unused
 from runtime.failure import fail_cleanly
-from scripts import average, compare, convert, prepare_data, reproduce
+from scripts import average, convert, prepare_data, reproduce
+from scripts.compare import __main__ as compare
 
 pytestmark = pytest.mark.usefixtures("whole_runs")
 ROOT = pathlib.Path(__file__).parent.parent

@@ -5,13 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import footprint_file
 import pytest
 import selection
+from footprint_file import REST, Footprints
 from selection import SelectionError
 
 from config import ConfigError
-import footprint_file
-from footprint_file import REST, Footprints
 
 ROOT = Path(__file__).parent.parent
 

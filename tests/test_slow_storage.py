@@ -1,11 +1,10 @@
 """Storage slower than the ranks' patience with each other: parallel.timeout_s finds hangs, and no file of any
 size is one."""
 
-import pytest
-
 import os
 import time
 
+import pytest
 from ranks import MODEL, corpus, job
 
 import checkpoint.disk.folder

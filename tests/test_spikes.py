@@ -16,12 +16,12 @@ from ranks import MODEL, corpus, job
 import train
 from checkpoint import state
 from checkpoint.disk import store
-from checkpoint.rewind import SpikeRewinds, SpikesPersist
 from config import ConfigError
 from config.reading import resolve
 from config.reading.suggestions import check_rules
 from config.schema import OptimConfig
 from data.loader import BatchLoader
+from durable.rewind import SpikeRewinds, SpikesPersist
 from optim.spikes import SpikeState, SpikeWindow
 from parallel.sharding.bucket import wait_param_gathers
 from parallel.wire.comm import Group

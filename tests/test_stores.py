@@ -20,14 +20,14 @@ import ranks
 from ranks import MODEL, corpus
 from store_server import Server
 
-from checkpoint import mirror
 from checkpoint.disk import store
+from checkpoint.remote import complete_steps, fetch
 from config import ConfigError
+from data import remote as files
 from data.blocks import ChecksumError
 from data.download import local_data
 from data.indexed import IndexedDataset
-from remote import files
-from remote.files import open_folder
+from data.remote import open_folder
 
 HAS_S3 = importlib.util.find_spec("s3fs") is not None
 S3 = pytest.param(
@@ -127,13 +127,13 @@ def pieces(checkpoint):
 
 
 def steps_there(url):
-    return list(mirror.complete_steps(open_folder(f"{url}/runs/r/checkpoints", "test")))
+    return list(complete_steps(open_folder(f"{url}/runs/r/checkpoints", "test")))
 
 
 def fetched(url, step, folder):
     """The checkpoint of a step in the store, verified."""
     checkpoints = open_folder(f"{url}/runs/r/checkpoints", "test")
-    return mirror.fetch(checkpoints, step, mirror.complete_steps(checkpoints)[step], folder)
+    return fetch(checkpoints, step, complete_steps(checkpoints)[step], folder)
 
 
 @pytest.mark.slow(core=["s3-1"])

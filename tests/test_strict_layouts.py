@@ -6,10 +6,10 @@ looks for it in the steps, and in a save after one.
 
 import pytest
 
+from config.reading.tiny import tiny_config
 from lab.proof import lattice
 from lab.proof.verify.cells import chosen
 from lab.proof.verify.cells import words as words_of
-from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 
 STRICT = (

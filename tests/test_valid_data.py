@@ -14,8 +14,8 @@ from ranks import MODEL, job
 from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
-from runtime.compare import doubts, read_run
 from scripts import evaluate, prepare_data
+from scripts.compare.runs import doubts, read_run
 from scripts.reproduce import check_inputs
 
 SEQ_LEN = 16  # of ranks.MODEL

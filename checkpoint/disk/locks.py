@@ -1,7 +1,7 @@
 """Two locks: only one run writes to a run folder, and a checkpoint that is being read is not purged.
 
 Both use flock, which the kernel releases when the holder exits, however it exits. Some parallel filesystems
-lack flock across nodes; there a lease keeps jobs on different nodes apart (checkpoint/lease.py).
+lack flock across nodes; there a lease keeps jobs on different nodes apart (checkpoint/disk/lease.py).
 """
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint.disk.files import storage_errors
-from checkpoint.lease import Lease, is_of_another
+from checkpoint.disk.lease import Lease, is_of_another
 from config import ConfigError
 
 LOCK_FILE = ".lock"

@@ -22,9 +22,9 @@ from checkpoint.disk.files import (
     range_is,
     read_header,
 )
+from checkpoint.hf import tensors as hf
 from checkpoint.hf.families.table import FAMILIES
 from checkpoint.hf.tensors import HFTensor, Piece
-from checkpoint.hf import tensors as hf
 from config import ModelConfig
 from parallel.sharding.boxes import Box
 

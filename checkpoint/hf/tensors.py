@@ -19,8 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.hf.families.family import LAYER, Arrangement, Family
-from checkpoint.hf.families.table import BESIDE_TEXT, FAMILIES, text_names
 from checkpoint.disk.files import (
     CHUNK,
     DTYPES,
@@ -31,6 +29,8 @@ from checkpoint.disk.files import (
     write_file,
 )
 from checkpoint.disk.tensors_by_name import weight_files
+from checkpoint.hf.families.family import LAYER, Arrangement, Family
+from checkpoint.hf.families.table import BESIDE_TEXT, FAMILIES, text_names
 from config import ConfigError, ModelConfig, layer_model, layer_models, mup_score_scale, mup_width_ratio
 from model.attention import AttentionConfig
 from model.mla import LatentConfig

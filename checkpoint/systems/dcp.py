@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoint.systems.pickled import Foreign, interpret, tree_at
 from checkpoint.disk.tensors_by_name import (
     NamedTensors,
     StoredTensor,
@@ -29,6 +28,7 @@ from checkpoint.disk.tensors_by_name import (
     open_regular,
     safetensors_table,
 )
+from checkpoint.systems.pickled import Foreign, interpret, tree_at
 from config import ConfigError
 from parallel.sharding.boxes import Box, check_inside, plan_read
 

@@ -17,10 +17,11 @@ from torch import Tensor
 from checkpoint.disk.files import is_finite, raw_bytes
 from checkpoint.disk.folder import StoredIndex, StoredPiece
 from checkpoint.disk.tensors_by_name import NamedTensors, open_safetensors_folder
+from checkpoint.hf import config as hf_config
+from checkpoint.hf import tensors as hf
 from checkpoint.hf.families.family import Arrangement, Family
 from checkpoint.hf.families.table import FAMILIES, text_names
 from checkpoint.hf.quantized import dequantized, pieces_of
-from checkpoint.hf import config as hf_config, tensors as hf
 from config import ConfigError, ModelConfig, NoPart, head_dim, kv_heads, layer_model, padded_vocab, value_dim
 from config.tree import plain_data
 from model.attention import AttentionConfig, HeadGate

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint.disk.tensors_by_name import NamedTensors, Table, named_tensors, one_line
+from checkpoint.hf.config import read_json
 from checkpoint.systems.composed import StoredPart, composed
 from checkpoint.systems.dcp import METADATA, open_dcp, read_object
 from checkpoint.systems.foreign import ForeignIndex, foreign_index
-from checkpoint.hf.config import read_json
 from checkpoint.systems.megatron_args import (
     CUT_COLUMNS,
     CUT_ROWS,
@@ -32,7 +33,6 @@ from checkpoint.systems.megatron_args import (
 )
 from checkpoint.systems.pickled import Foreign, leaves, read_tree
 from checkpoint.systems.system_rules import check_dims, cut_vocabulary, read_model, sealed_zip
-from checkpoint.disk.tensors_by_name import NamedTensors, Table, named_tensors, one_line
 from config import ConfigError, ModelConfig
 from parallel.sharding.boxes import Box
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from checkpoint.hf.families.family import Family
 from checkpoint.hf.families.openai import GPT2_TENSORS
-from checkpoint.systems.foreign import ForeignIndex, foreign_index, with_full_names
 from checkpoint.hf.rules import Field, FieldGroup, Fixed, Idle, UnlikeFamily
+from checkpoint.systems.foreign import ForeignIndex, foreign_index, with_full_names
 from checkpoint.systems.pickled import read_tree, shown, tensors_of_tree
 from checkpoint.systems.system_rules import cut_vocabulary, read_model
 from config import ConfigError, ModelConfig, Tree

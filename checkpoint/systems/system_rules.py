@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoint.systems.composed import first_rows
-from checkpoint.hf.families.family import Family
-from checkpoint.hf.tensors import VOCAB_KEYS
-from checkpoint.hf.rules import NotedKeys, UnlikeFamily, read_parts
 from checkpoint.disk.tensors_by_name import NamedTensors
+from checkpoint.hf.families.family import Family
+from checkpoint.hf.rules import NotedKeys, UnlikeFamily, read_parts
+from checkpoint.hf.tensors import VOCAB_KEYS
+from checkpoint.systems.composed import first_rows
 from config import ConfigError, ModelConfig
 from config.reading import build_tree
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from checkpoint.systems.composed import renamed
-from checkpoint.systems.dcp import METADATA, open_dcp
+from checkpoint.disk.tensors_by_name import NamedTensors
 from checkpoint.hf.families.family import Arrangement, Family
 from checkpoint.hf.families.names import in_layer, with_leaf
 from checkpoint.hf.families.table import FAMILIES
-from checkpoint.systems.foreign import ForeignIndex, foreign_index
 from checkpoint.hf.tensors import MAX_NAMED
+from checkpoint.systems.composed import renamed
+from checkpoint.systems.dcp import METADATA, open_dcp
+from checkpoint.systems.foreign import ForeignIndex, foreign_index
 from checkpoint.systems.system_rules import check_dims
-from checkpoint.disk.tensors_by_name import NamedTensors
 from config import ConfigError, ModelConfig, head_dim
 from config.reading import build_tree
 from config.reading.flat import FlatModel, flat_model, from_flat

@@ -386,7 +386,7 @@ def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Check for features that a recording of forward and backward (runtime/graphs.py) cannot contain."""
+    """Check for features that a recording of a step (parallel/pipeline/graphs.py) cannot contain."""
     train, parallel = cfg.train, cfg.parallel
     obstacles = {
         f"{world} ranks, whose exchanges are not recorded": world > 1,

@@ -33,11 +33,11 @@ from pathlib import Path
 import torch
 
 import config
+from config.reading import build_tree
 from lab.benchmarks.card_table import make_table, progress_line
 from lab.benchmarks.process import Outcome, Task, last_error_line, run_task, terminates_cleanly
 from lab.benchmarks.shape import Shape
 from lab.benchmarks.travel import describe_peers, travel_line
-from config.reading import build_tree
 from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.memory import peak_activation_bytes, state_bytes

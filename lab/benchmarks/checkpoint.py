@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.benchmarks.shape import show
-from checkpoint import memory
 from checkpoint.disk import store
 from checkpoint.disk.files import forget_cached, raw_bytes
-from checkpoint.memory import MemoryCheckpoints
 from checkpoint.disk.saver import CheckpointSaver, writer_threads
 from config.reading import resolve
+from durable import memory
+from durable.memory import MemoryCheckpoints
+from lab.benchmarks.shape import show
 from parallel.sharding.boxes import Box
 from parallel.wire.comm import Group
 from parallel.wire.world import join_alone, leave_job

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.benchmarks.shape import show
 from config.reading import resolve
 from data import documents, prepare
 from data import tokenizer as tokenizers
 from data.loader import open_loader
+from lab.benchmarks.shape import show
 
 CPU_STEP_RATE = 2000.0  # tokens/s that a two-thread CPU step of the race consumes at most
 BILLION = 10**9

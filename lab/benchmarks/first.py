@@ -36,6 +36,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from config import ConfigError
+from config.provenance import commit_id
 from lab.benchmarks import card
 from lab.benchmarks.first_jobs import FirstRun, card_job, files_of_tests, jobs_of
 from lab.benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
@@ -43,8 +45,6 @@ from lab.benchmarks.first_table import make_table, progress_line
 from lab.benchmarks.jobs import ForkedJob, JobPlace, run_jobs
 from lab.benchmarks.process import terminates_cleanly
 from lab.benchmarks.travel import describe_peers, travel_line
-from config import ConfigError
-from config.provenance import commit_id
 from plan.record.launches import Chip
 
 HELP = "a first meeting with a GPU: rates, steps, kernels, small models, peers"

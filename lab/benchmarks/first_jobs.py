@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from config import ConfigError
+from kernels.attention_libraries import LIBRARIES
 from lab.benchmarks import card, contestant, exchanges, rates, small_models, step_model
 from lab.benchmarks.card import GIB, GpuMachine, dtype_of, fitted_shape, planned_bytes, with_fewer_layers
 from lab.benchmarks.first_plan import SCENARIOS, Section
@@ -24,8 +26,6 @@ from lab.benchmarks.interpreted import interpret_kernels
 from lab.benchmarks.jobs import ForkedJob, Report, begin_again_if_lost
 from lab.benchmarks.process import last_error_line
 from lab.benchmarks.shape import Shape
-from config import ConfigError
-from kernels.attention_libraries import LIBRARIES
 from plan.record.launches import CHIPS, Chip
 from plan.record.rates import Work
 from runtime.setup import peak_flops_of_gpu

@@ -5,6 +5,7 @@ Tiles are as small as tensor cores allow, because the interpreter takes as long 
 
 import importlib
 
+
 def interpret_kernels() -> None:
     """Make the public functions of kernels/ run their Triton kernels on a CPU, in this process."""
     importlib.import_module("interpreter")  # in tests/; it fixes Triton's interpreter

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.benchmarks.shape import Shape, show
 from kernels import norm, rope
 from kernels.attention import attention
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.linear import linear
 from kernels.swiglu import swiglu
+from lab.benchmarks.shape import Shape, show
 
 REPEATS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab.benchmarks.jobs import Report, begin_again_if_lost
-from lab.benchmarks.shape import Shape
 from kernels import adam, attention, cross_entropy, fp8, grouped_gemm, linear, norm, permute, rope, swiglu
 from kernels.attention_libraries import LIBRARIES, library_attention, usable_libraries
 from kernels.attention_mask import DocumentCounts, make_attention_mask
+from lab.benchmarks.jobs import Report, begin_again_if_lost
+from lab.benchmarks.shape import Shape
 
 REPEATS = 10
 WARM_UP = 3

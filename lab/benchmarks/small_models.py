@@ -142,7 +142,7 @@ class TrainedSteps:
 
 
 class GradientRecorder:
-    """Observes the fault points (runtime/faults.py) and keeps gradients."""
+    """Observes the fault points (durable/faults.py) and keeps gradients."""
 
     def __init__(self, steps: tuple[int, ...]) -> None:
         self.steps = steps

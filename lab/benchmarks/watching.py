@@ -29,12 +29,12 @@ import runtime  # noqa: F401  before torch (see there)
 import start
 import train
 from checkpoint import replicas
-from checkpoint.lease import Lease
+from checkpoint.disk.lease import Lease
 from config import CheckpointConfig, ConfigError, LogConfig
+from durable.slow import SlowRanks
 from lab.benchmarks.corpus import write_corpus
 from lab.benchmarks.markdown import markdown_table
 from runtime.garbage import GarbageCollection
-from runtime.slow import SlowRanks
 
 ROOT = Path(__file__).parents[2]
 REPORT = "BEVATRON_WATCHING_REPORT"  # names the folder where each rank writes its RankCosts

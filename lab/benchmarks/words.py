@@ -1,6 +1,6 @@
 """python -m scripts.bench words: the traffic between ranks through the job's store, for many ranks.
 
-Each rank is a process with train.py's PeerWatch (runtime/peers.py): its connections, its watcher thread and
+Each rank is a process with train.py's PeerWatch (durable/peers.py): its connections, its watcher thread and
 its messages. Without a model and a process group, two cores can run 64 ranks. One store on rank 0 serves all
 of them, as in a job of any size. Its rate and the operations a rank extrapolate to the time of larger jobs,
 which the table marks as such.
@@ -21,18 +21,19 @@ from statistics import fmean
 from typing import Any
 from unittest import mock
 
-from lab.benchmarks.markdown import markdown_table
 from config import ConfigError
+from durable import peers
+from lab.benchmarks.markdown import markdown_table
 from parallel.wire.comm import PeerError
 from parallel.wire.world import launcher_store
-from runtime import failure, peers
+from runtime import failure
 
 FAR = 16_384  # ranks to extrapolate to
 GROWS = 1.5  # growth from the smallest to the largest size beyond this factor is not noise
 LIMIT_S = 120.0  # for a story
 ATTENDANCE_S = 60.0  # for all ranks to reach a barrier
 STORY_SECONDS = 60.0  # how long a waiting rank would wait
-PRELOADED = ["runtime.peers", "lab.benchmarks.words"]
+PRELOADED = ["durable.peers", "lab.benchmarks.words"]
 # the counted operations of a store; all others pass through
 COUNTED = ("set", "get", "multi_get", "add", "check", "wait", "compare_set")
 

@@ -24,9 +24,9 @@ from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
 from config.reading import phases_of
 from config.reading.schedules import plan_pipeline
+from config.reading.tiny import NUM_STEPS
 from config.tree import has_path, with_values
 from config.values import Values, combinations
-from config.reading.tiny import NUM_STEPS
 from model.router import CapacityConfig, has_experts, mixture
 from parallel.pipeline.schedule import SCHEDULES
 

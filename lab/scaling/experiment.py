@@ -18,9 +18,9 @@ import numpy as np
 
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
+from durable import restarts
 from lab.scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
 from plan.points import NON_EMBEDDING, Array, Points, make_points
-from runtime import restarts
 from runtime.lines import is_missing, read_metrics
 from runtime.stop import SIGNALS, is_under_nohup
 

@@ -7,7 +7,7 @@ all-reduce (a ring all-reduce is these two, Patarasuk and Yuan, 2009). Tests com
 forms.
 
 If a peer dies or hangs, a PeerError says which exchange of which group was waiting for it. torch's own errors
-do not (gloo names a port). So every exchange is first recorded in Activity, which runtime/peers.py reads too.
+do not (gloo names a port). So every exchange is first recorded in Activity, which durable/peers.py reads too.
 """
 import re
 import time

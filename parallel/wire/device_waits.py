@@ -2,7 +2,7 @@
 stream waits.
 
 So an event is recorded on the compute stream before and after each wait. A stream runs in order: the first
-wait whose second event is pending is where it is, if its first event has completed. runtime/peers.py queries
+wait whose second event is pending is where it is, if its first event has completed. durable/peers.py queries
 this from another thread, because the main thread may be blocked on a full launch queue.
 """
 import threading

@@ -22,7 +22,7 @@ MAX_BYTES = 256 << 20  # for one message
 MAX_TOTAL_BYTES = 4 << 30  # for all messages that a rank receives at once
 MAX_SHOWN = 100  # characters of a peer's data in an error message
 PACKAGES = (  # classes allowed in messages: config.provenance.CODE_FOLDERS and the programs above them
-    "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
+    "config", "kernels", "parallel", "model", "data", "optim", "checkpoint", "durable", "runtime", "plan",
     "build", "train",
 )
 BUILTIN_ERRORS = {error.__name__: error for error in (

@@ -11,7 +11,7 @@ On GPUs, device tensors travel over NCCL and host tensors over gloo:
   a node of H100s (plan/communicators.py).
 - NCCL gets a longer timeout than gloo: its watchdog kills the process with SIGABRT and no exit code. A hang
 is
-  reported before that, by runtime/peers.py.
+  reported before that, by durable/peers.py.
 """
 import dataclasses
 import socket
@@ -136,8 +136,8 @@ class World:
     def close_separate_groups(self) -> None:
         """Close the groups of separate_group; no rank may still use one.
 
-        For a process that runs one job after another (runtime/pool.py): an idle gloo group wakes up 100 times
-        a second, and 150 of them in each of 8 ranks took more than one and a half cores.
+        For a process that runs one job after another (parallel/wire/pool.py): an idle gloo group wakes up 100
+        times a second, and 150 of them in each of 8 ranks took more than one and a half cores.
         """
         while self.separate_handles:
             dist.destroy_process_group(self.separate_handles.pop())

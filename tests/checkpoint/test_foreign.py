@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
 
 from checkpoint.disk.tensors_by_name import open_safetensors_folder
+from checkpoint.hf import config as hf_config
+from checkpoint.hf import tensors as hf
 from checkpoint.hf.families.family import Arrangement
 from checkpoint.hf.families.table import FAMILIES
-from checkpoint.hf import config as hf_config, tensors as hf
 from checkpoint.systems import foreign
 from checkpoint.trained import weights_only
 from config import Config, ConfigError

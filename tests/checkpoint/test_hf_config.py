@@ -8,8 +8,8 @@ import pytest
 import torch
 from hf_models import differences
 
-from checkpoint.hf.families.table import FAMILIES
 from checkpoint.hf import config as hf_config
+from checkpoint.hf.families.table import FAMILIES
 from config import ConfigError, ModelConfig, layer_model
 from config.reading import build_tree, merge, presets
 from config.tree import value_at

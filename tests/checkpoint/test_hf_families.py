@@ -28,10 +28,10 @@ from hf_models import (
 )
 
 import config
+from checkpoint.hf import config as hf_config
 from checkpoint.hf.families.family import Family
 from checkpoint.hf.families.table import FAMILIES
 from checkpoint.hf.rules import FieldGroup, Fixed, UnlikeFamily, spell_out
-from checkpoint.hf import config as hf_config
 from config import ConfigError, ModelConfig
 from config.reading import build_tree, defaults, merge, presets
 from config.reading.flat import FLAT_NAMES, FlatModel, flat_model

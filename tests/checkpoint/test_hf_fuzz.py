@@ -12,8 +12,9 @@ import torch
 import whole_folder
 from hf_models import FLAT, PATHS, PATTERN, differences, from_flat_keys, with_key
 
+from checkpoint.hf import config as hf_config
+from checkpoint.hf import tensors as hf
 from checkpoint.hf.families.table import FAMILIES
-from checkpoint.hf import config as hf_config, tensors as hf
 from checkpoint.trained import weights_only
 from config import Config, ConfigError
 from config.reading import defaults, merge

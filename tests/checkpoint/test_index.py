@@ -1,11 +1,11 @@
 """The index of a large checkpoint: read fast, and small in memory."""
 
-import pytest
-
 import json
 import time
 import tracemalloc
 from pathlib import Path
+
+import pytest
 
 from checkpoint.disk import folder, store
 

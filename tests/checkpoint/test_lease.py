@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import lease as leases
+from checkpoint.disk import lease as leases
 from checkpoint.disk.files import StorageError
-from checkpoint.lease import Lease
+from checkpoint.disk.lease import Lease
 from checkpoint.disk.locks import LOCK_FILE, run_lock
 from config import ConfigError
 
@@ -25,7 +25,7 @@ import sys
 sys.path.insert(0, {root!r})
 import fcntl, time
 from pathlib import Path
-from checkpoint import lease
+from checkpoint.disk import lease
 lease.kernel_of = lambda folder: "another"
 print("ready", flush=True)
 taken = lease.Lease(Path({folder!r}), renew_s=0.2, expires_s=1.0)

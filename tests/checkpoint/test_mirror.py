@@ -1,4 +1,4 @@
-"""checkpoint/mirror.py on a folder of this machine as the store (file://): what is there after every save,
+"""durable/mirror.py on a folder of this machine as the store (file://): what is there after every save,
 and when the store dies at any of its operations."""
 
 import functools
@@ -10,14 +10,15 @@ import threading
 import pytest
 from sample import loaded, same, state, whole
 
-from checkpoint import mirror
+from checkpoint import remote
 from checkpoint.disk import store
-from checkpoint.state import find_checkpoint
 from checkpoint.disk.store import IntegrityError
-from checkpoint.uploader import CheckpointUploader
+from checkpoint.state import find_checkpoint
 from config import ConfigError
-from remote import files
-from remote.files import RemoteError, open_folder
+from data import remote as files
+from data.remote import RemoteError, open_folder
+from durable import mirror
+from durable.uploader import CheckpointUploader
 
 WRITES = ("pipe_file", "put_file", "rm_file")
 
@@ -45,7 +46,7 @@ def save(folder, step, keep=2, mark=""):
 
 
 def steps_there(run):
-    return list(mirror.complete_steps(run.folder("checkpoints")))
+    return list(remote.complete_steps(run.folder("checkpoints")))
 
 
 class DyingStore:
@@ -140,10 +141,10 @@ def test_a_step_that_was_saved_anew_replaces_its_namesake_whole(place, tmp_path)
         except RemoteError:
             pass
         for step in steps_there(run):
-            path = mirror.fetch(
+            path = remote.fetch(
                 run.folder("checkpoints"),
                 step,
-                mirror.complete_steps(run.folder("checkpoints"))[step],
+                remote.complete_steps(run.folder("checkpoints"))[step],
                 tmp_path / f"back{last}",
             )
             assert same(loaded(path, state(1)), state(99)) or same(loaded(path, state(1)), state(step))
@@ -188,13 +189,13 @@ def test_only_a_newer_checkpoint_comes_back(place):
 def test_a_url_that_holds_no_checkpoint_is_refused_with_what_there_is(place, tmp_path):
     run, folder = place
     with pytest.raises(ConfigError, match="holds no checkpoint; give the URL"):
-        mirror.local_checkpoint(run.url, tmp_path / "downloads")
+        remote.local_checkpoint(run.url, tmp_path / "downloads")
     save(folder, 10), mirror.update(run, folder, 2)
-    path = mirror.local_checkpoint(run.url, tmp_path / "downloads")
+    path = remote.local_checkpoint(run.url, tmp_path / "downloads")
     assert same(loaded(path, state(10)), state(10)) and path.parent.parent.name == "run"
-    assert mirror.local_checkpoint(f"{run.url}/checkpoints/step_00000010/", tmp_path / "downloads") == path
+    assert remote.local_checkpoint(f"{run.url}/checkpoints/step_00000010/", tmp_path / "downloads") == path
     with pytest.raises(ConfigError, match=r"no checkpoint of that step \(there are 10\)"):
-        mirror.local_checkpoint(f"{run.url}/checkpoints/step_00000020", tmp_path / "downloads")
+        remote.local_checkpoint(f"{run.url}/checkpoints/step_00000020", tmp_path / "downloads")
 
 
 @pytest.mark.parametrize("is_url", [False, True])

@@ -21,6 +21,7 @@ import torch
 from test_named_tensors import DTYPES, bits, some
 
 from checkpoint.disk import tensors_by_name
+from checkpoint.disk.tensors_by_name import read_stored
 from checkpoint.systems import pickled
 from checkpoint.systems.pickled import (
     Foreign,
@@ -30,7 +31,6 @@ from checkpoint.systems.pickled import (
     read_tree,
     tensors_of_tree,
 )
-from checkpoint.disk.tensors_by_name import read_stored
 from config import ConfigError
 from parallel.sharding.boxes import Box
 

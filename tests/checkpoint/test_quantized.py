@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from checkpoint.disk import tensors_by_name
 from checkpoint.disk.tensors_by_name import open_safetensors_folder
-from checkpoint.hf.quantized import dequantized
 from checkpoint.hf import quantized
+from checkpoint.hf.quantized import dequantized
 from config import ConfigError
 
 DEEPSEEK = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

@@ -6,15 +6,15 @@ import pytest
 
 from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
 from config.reading import rules
+from config.reading.tiny import tiny_config
 from config.tree import with_values
+from lab.proof import lattice
+from lab.proof.verify.cells import words
+from lab.proof.verify.overrides import CELL_WORDS
 from model.describe import mesh_of_one_stage
 from model.sharding import parallel_dims
 from parallel.topology.dims import FACTORIZATIONS, GROUP_AXES, ParallelDims, least_world
 from plan import auto
-from lab.proof import lattice
-from lab.proof.verify.cells import words
-from lab.proof.verify.overrides import CELL_WORDS
-from config.reading.tiny import tiny_config
 from runtime import metrics
 
 WORLD = 8

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-
-import train
 from ranks import MODEL
 
+import train
 from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDataset, IndexedDatasetWriter

@@ -6,10 +6,9 @@ import pathlib
 import shlex
 
 import pytest
-
-import train
 from ranks import MODEL
 
+import train
 from config import ConfigError
 from data.indexed import IndexedDataset
 from data.loader import check_path

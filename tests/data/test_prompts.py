@@ -13,8 +13,8 @@ import pytest
 import sentencepiece
 import tokenizers
 import torch
-from tokenizer_families import FAMILIES, make_tokenizer
 from ranks import MODEL
+from tokenizer_families import FAMILIES, make_tokenizer
 
 import train
 from config import ConfigError

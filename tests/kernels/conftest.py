@@ -6,9 +6,8 @@ import importlib
 
 import pytest
 import torch
-from training import TINY, Training
-
 from small_tiles import SMALL_TILES
+from training import TINY, Training
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Attention's forward where there is no mask, and the merge of two of its parts."""
 
 import pytest
-
 import torch
 from test_attention_blocks import draw_mask
 

@@ -14,8 +14,6 @@ import torch
 from dense_mask import dense_attention, visible_keys
 from test_attention import check_documents_of_library
 
-from lab.benchmarks import rates
-from lab.benchmarks.shape import Shape
 from data.pack import pack_windows
 from kernels import attention as kernel
 from kernels import attention_cudnn
@@ -23,6 +21,8 @@ from kernels import attention_libraries as libraries
 from kernels.attention import attention, attention_reference
 from kernels.attention_mask import DocumentCounts, PackedDocuments, document_ends, make_attention_mask
 from kernels.attention_scores import ScoreForm
+from lab.benchmarks import rates
+from lab.benchmarks.shape import Shape
 
 CPU = torch.device("cpu")
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from build import build_run
+from config.reading.tiny import tiny_config
 from config.tree import with_values
 from kernels import rope
 from model.attention import AttentionConfig, ChannelGate, HeadGate
 from model.context import GenerationCache, forward_context
 from model.rope import GrowthConfig, Llama3Scaling, LongRopeScaling, RopeConfig
 from parallel.topology.mesh import Mesh
-from config.reading.tiny import tiny_config
 
 S, D = 13, 8
 PLAIN = {"heads": 4, "kv_heads": 2, "head_dim": D}

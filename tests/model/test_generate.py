@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from build import build_run
+from config.reading.tiny import tiny_config
 from model.context import GenerationCache
 from model.generate import generate, sample_token
 from model.rope import rope_switches
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from config.reading.tiny import tiny_config
 
 PROMPT, NEW = [5, 7, 11, 13, 2], 6
 SEVERAL = (("interleaved", 2), ("interleaved", 4), ("zb-v", None), ("dualpipe-v", None))  # stages of one rank

@@ -9,13 +9,13 @@ import torch
 from test_delta import weights_and_gradients
 
 from build import build_run
+from config.reading.tiny import tiny_config
 from config.tree import with_values
 from kernels import rope
 from model.context import GenerationCache, forward_context
 from model.generate import generate
 from model.mlp import MLPConfig
 from parallel.topology.mesh import Mesh
-from config.reading.tiny import tiny_config
 
 TWINS = ("deepseek-v2-lite-tiny", "deepseek-v3-tiny")  # without and with a latent of the queries
 ROPE = pytest.mark.parametrize("mixer", [{}, {"rope": None}], ids=("rope", "without positions"))

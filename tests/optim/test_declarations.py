@@ -9,10 +9,10 @@ from build import build_run, optimizer_class
 from config import OPTIMIZERS, Config, ConfigError, MupConfig
 from config.optimizers import in_words, optimizers_that
 from config.reading.suggestions import check_rules
+from config.reading.tiny import tiny_config
 from optim.base import Optimizer
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from config.reading.tiny import tiny_config
 
 YES = torch.tensor(True)
 

@@ -12,12 +12,12 @@ import torch
 
 from build import build_run
 from config import OPTIMIZERS
+from config.reading.tiny import tiny_config
 from kernels.newton_schulz import newton_schulz
 from optim.muon_exchange import assign_owners, plan_matrix_exchange
 from parallel.sharding.boxes import Box, check_tiling
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from config.reading.tiny import tiny_config
 
 STEPS, LR, DECAY = 3, 0.01, 0.1
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import start
 from config import ConfigError
 from runtime import processes, setup
+from runtime.fault_points import no_fault
 from runtime.setup import LaunchEnv
 
 
@@ -193,11 +195,12 @@ def test_peak_flops(monkeypatch, name, dtype, tera):
 
 
 def test_faults_come_from_the_environment(env, monkeypatch):
-    assert setup.fault_injector(LaunchEnv())("a", 1) is None
-    monkeypatch.setenv("FAULT", "a:rank=2:act=nan")
-    assert setup.fault_injector(LaunchEnv(rank=2), ("a",))("a", 1) == "nan"
-    with pytest.raises(ConfigError, match="no point"):
-        setup.fault_injector(LaunchEnv(), ("b",))
+    assert start.fault_hook(LaunchEnv()) is no_fault
+    monkeypatch.setenv("FAULT", "step.end:rank=2:act=nan")
+    assert start.fault_hook(LaunchEnv(rank=2))("step.end", 1) == "nan"
+    monkeypatch.setenv("FAULT", "step.middle:act=nan")
+    with pytest.raises(ConfigError, match="no point 'step.middle'"):
+        start.fault_hook(LaunchEnv())
 
 
 @pytest.mark.parametrize(

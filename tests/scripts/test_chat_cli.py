@@ -5,8 +5,8 @@ import json
 
 import pytest
 import tokenizers
-from tokenizer_families import make_tokenizer
 from ranks import MODEL
+from tokenizer_families import make_tokenizer
 
 import runtime.evaluate
 import train

@@ -27,8 +27,10 @@ import config
 from build import build_run
 from checkpoint import state
 from checkpoint.disk import store
+from checkpoint.hf import config as hf_config
+from checkpoint.hf import tensors as hf
+from checkpoint.hf import tokenizer as hf_tokenizer
 from checkpoint.hf.families.table import FAMILIES
-from checkpoint.hf import config as hf_config, tensors as hf, tokenizer as hf_tokenizer
 from checkpoint.systems import foreign
 from checkpoint.trained import load_run
 from config.reading import dump, resolve, split_argv

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from torch.cuda import _memory_viz
 
 ROOT = Path(__file__).resolve().parents[2]

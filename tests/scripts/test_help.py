@@ -6,7 +6,7 @@ import pytest
 import lab.proof.mutate.command
 import lab.scaling.command
 import scripts.average
-import scripts.compare
+import scripts.compare.__main__
 import scripts.convert
 import scripts.evaluate
 import scripts.generate
@@ -19,7 +19,7 @@ import scripts.scrub
 
 PARSERS = {
     "average": scripts.average.arguments,
-    "compare": scripts.compare.arguments,
+    "compare": scripts.compare.__main__.arguments,
     "convert": scripts.convert.arguments,
     "evaluate": scripts.evaluate.arguments,
     "generate": scripts.generate.arguments,

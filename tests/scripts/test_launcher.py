@@ -1,5 +1,5 @@
-"""scripts/launch.py: ranks that end as a stand-in is told to, and real ones of train.py; what the launcher
-prints, its exit code, and who is left.
+"""scripts/launch.py and durable/launcher.py: stand-ins that end as they are told to, and real ranks; what the
+launcher prints, its exit code, and who is left.
 """
 
 import contextlib
@@ -17,11 +17,12 @@ import pytest
 import zygote
 from ranks import MODEL, corpus
 
-from runtime.relay import SignalRelay
-from runtime.spares import Spares
+from durable import launcher
+from durable.launcher import Node, RankEnd, StartWatch
+from durable.relay import SignalRelay
+from durable.spares import Spares
 from runtime.stop import SIGNALS
 from scripts import launch
-from scripts.launch import Node, RankEnd, StartWatch
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 # ranks that take a moment, and end with the code at their place, or by the signal where it is negative
@@ -43,7 +44,7 @@ def run_stand_ins(codes, program=RANK, **node):
     node = Node(**{"nproc": len(codes), "nnodes": 1, "node_rank": 0, "host": "127.0.0.1", "port": 1, **node})
     command = [sys.executable, "-c", program, ",".join(map(str, codes))]
     with SignalRelay() as relay:
-        return launch.run_ranks(node, None, command, StartWatch(relay))
+        return launcher.run_ranks(node, None, command, StartWatch(relay))
 
 
 # ---- the pairs of a line and a code ------------------------------------------------------------------------
@@ -75,8 +76,8 @@ def run_stand_ins(codes, program=RANK, **node):
 )
 def test_the_code_and_its_line(codes, code, words):
     ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
-    assert launch.exit_code(ends) == code
-    line = launch.closing_line(ends, 0.2, code)
+    assert launcher.exit_code(ends) == code
+    line = launcher.closing_line(ends, 0.2, code)
     assert words in line and line.startswith("launch: ") and "\n" not in line, line
 
 
@@ -94,18 +95,18 @@ def test_the_code_and_its_line(codes, code, words):
 )
 def test_the_code_of_ranks_that_are_stopped_before_they_can_save(codes, stopped, code):
     ends = [RankEnd(rank, code, stopped=rank in stopped) for rank, code in enumerate(codes)]
-    assert launch.exit_code(ends) == code and not any(end.is_lost for end in ends if end.stopped)
+    assert launcher.exit_code(ends) == code and not any(end.is_lost for end in ends if end.stopped)
 
 
 def test_every_code_of_the_pages_has_a_meaning():
     text = (ROOT / "docs" / "training.md").read_text()
     table = text.split("| code | meaning |")[1].split("\n\n")[0]
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == set(launch.MEANINGS)
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == set(launcher.MEANINGS)
 
 
 def test_durations():
-    assert "after 3m20s:" in launch.closing_line([RankEnd(0, 0)], 200.4, 0)
-    assert "after 59s:" in launch.closing_line([RankEnd(0, 0)], 59.2, 0)
+    assert "after 3m20s:" in launcher.closing_line([RankEnd(0, 0)], 200.4, 0)
+    assert "after 59s:" in launcher.closing_line([RankEnd(0, 0)], 59.2, 0)
 
 
 def test_words_of_train_that_are_not_behind_the_dashes(capsys):
@@ -136,7 +137,7 @@ def test_the_ends_are_in_the_order_of_ranks_and_all_are_heard(capfd):
 
 def test_what_does_not_end_after_a_failure_is_killed_with_its_children(monkeypatch, tmp_path):
     """And not before its time is over."""
-    monkeypatch.setattr(launch, "FAILURE_SECONDS", 1.5)
+    monkeypatch.setattr(launcher, "FAILURE_SECONDS", 1.5)
     program = f"""
 import os, signal, subprocess, sys, time
 if os.environ["RANK"] == "0":
@@ -148,14 +149,14 @@ time.sleep(60)
 """
     began = time.monotonic()
     ends = run_stand_ins([0, 0], program)
-    assert ends == [RankEnd(0, 82), RankEnd(1, -signal.SIGKILL)] and launch.exit_code(ends) == 82
+    assert ends == [RankEnd(0, 82), RankEnd(1, -signal.SIGKILL)] and launcher.exit_code(ends) == 82
     assert 1.5 <= time.monotonic() - began < 30
     assert is_gone(int((tmp_path / "child").read_text()))
 
 
 def test_who_has_stopped_early_has_the_others_killed_never(monkeypatch):
     """They may write for longer than a failed job has time."""
-    monkeypatch.setattr(launch, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(launcher, "FAILURE_SECONDS", 0.0)
     assert run_stand_ins([75, 0, 0]) == [RankEnd(0, 75), RankEnd(1, 0), RankEnd(2, 0)]
 
 
@@ -194,7 +195,7 @@ time.sleep(20)
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    monkeypatch.setattr(launch.subprocess, "Popen", Slow)
+    monkeypatch.setattr(launcher.subprocess, "Popen", Slow)
     assert run_stand_ins([0], program) == [RankEnd(0, 75)]
 
 
@@ -405,7 +406,7 @@ def elastic_run(folder, span, plan, *words, regrow=()):
     words = ["llama3-tiny", "--log.dir", str(folder), "--log.name", "r", "--train.global_batch", "8", *words]
     command = [sys.executable, "-S", "-c", ELASTIC_RANK, str(run), json.dumps(plan)]
     with SignalRelay() as relay:
-        code = launch.run_elastic(options, words, command, relay, Spares([], 0))
+        code = launcher.run_elastic(options, words, command, relay, Spares([], 0))
     return code, sorted(map(json.loads, (run / "starts").read_text().splitlines()))
 
 
@@ -532,10 +533,10 @@ def test_a_person_s_stop_is_not_undone_by_growing(tmp_path):
 )
 def test_what_starts_again(codes, reason, restarts):
     ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
-    reason = reason and launch.restarts.ExitReason(*reason)
-    assert launch.may_restart(ends, reason) == restarts
+    reason = reason and launcher.restarts.ExitReason(*reason)
+    assert launcher.may_restart(ends, reason) == restarts
     killed = [RankEnd(end.rank, end.code, killed=True) for end in ends]
-    assert launch.may_restart(killed, None) is False
+    assert launcher.may_restart(killed, None) is False
 
 
 @pytest.mark.slow
@@ -551,7 +552,7 @@ def test_what_starts_again(codes, reason, restarts):
     ],
 )
 def test_an_elastic_job_that_cannot_be(options, words, line, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "run_ranks", None)
+    monkeypatch.setattr(launcher, "run_ranks", None)
     recipe = [] if "--checkpoint.branch" in words else ["llama3-tiny", "--train.global_batch", "8"]
     assert launch.main([*options, "--", *recipe, *words, "--model.layers", "2"]) == 2
     err = capsys.readouterr().err
@@ -573,8 +574,8 @@ def test_of_fewer_nodes_than_the_layout_has_as_many_ranks_start_as_it_can_use(
     """As a SLURM job that is requeued with fewer nodes: 12 ranks would be dp6, which 24 sequences allow and
     21 do not."""
     started = []
-    monkeypatch.setattr(launch, "listen", lambda options: (Node(4, 3, node_rank, "a", 1), None))
-    monkeypatch.setattr(launch, "run_ranks", lambda node, *_: started.append(node) or [RankEnd(0, 0)])
+    monkeypatch.setattr(launcher, "listen", lambda options: (Node(4, 3, node_rank, "a", 1), None))
+    monkeypatch.setattr(launcher, "run_ranks", lambda node, *_: started.append(node) or [RankEnd(0, 0)])
     words = ["llama3-tiny", "--parallel.tp", "2", "--parallel.elastic", "true", "--train.micro_batch", "1"]
     options = ["--nproc", "4", "--nnodes", "3", "--node-rank", str(node_rank), "--rdzv", "a:1"]
     assert launch.main([*options, "--", *words, "--train.global_batch", "24"]) == 0
@@ -593,10 +594,12 @@ def test_of_fewer_nodes_than_the_layout_has_as_many_ranks_start_as_it_can_use(
 # the launcher, which gets a signal at the N-th call of one of its functions; its ranks are stand-ins
 SIGNALLED_LAUNCHER = """
 import os, sys
+from durable import launcher
 from scripts import launch
 
-function, call, number, launch.TRAIN_FILE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-sound, calls = getattr(launch, function), []
+function, call, number, launcher.TRAIN_FILE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+module = launcher if hasattr(launcher, function) else launch
+sound, calls = getattr(module, function), []
 
 def signalled(*args, **more):
     calls.append(args)
@@ -604,8 +607,8 @@ def signalled(*args, **more):
         os.kill(os.getpid(), number)
     return sound(*args, **more)
 
-setattr(launch, function, signalled)
-launch.launcher_store = lambda *_: None
+setattr(module, function, signalled)
+launcher.launcher_store = lambda *_: None
 sys.exit(launch.main(sys.argv[5:]))
 """
 # a rank that is lost at the first start, and that later ones would wait for
@@ -717,7 +720,7 @@ def test_a_second_ctrl_c_kills(tmp_path):
     ids=str,
 )
 def test_a_mistake_is_one_line_and_no_rank_starts(options, words, line, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "run_ranks", None)
+    monkeypatch.setattr(launcher, "run_ranks", None)
     assert launch.main(["--nproc", "2", *options, "--", *words]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and line in err and err.count("\n") == 1 and not out
@@ -731,7 +734,7 @@ def test_a_branch_is_looked_at_by_its_ranks(tmp_path, monkeypatch):
     def start(*_):
         raise Started
 
-    monkeypatch.setattr(launch, "run_ranks", start)
+    monkeypatch.setattr(launcher, "run_ranks", start)
     phases = tmp_path / "phases.yaml"
     phases.write_text("- after_steps: 5\n  train.seq_len: 96\n")
     words = ["--log.name", "b", "--train.phases", str(phases)]
@@ -741,7 +744,7 @@ def test_a_branch_is_looked_at_by_its_ranks(tmp_path, monkeypatch):
 
 
 def test_a_port_that_is_taken_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(launch, "run_ranks", None)
+    monkeypatch.setattr(launcher, "run_ranks", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert launch.main(["--nproc", "1", "--nnodes", "2", "--rdzv", address, "--", "llama3-tiny"]) == 2
@@ -754,7 +757,7 @@ def test_the_ranks_of_a_node_share_a_secret_of_their_job(monkeypatch):
     options = launch.arguments().parse_args(["--nproc", "2"])
     told = []
     for _ in range(2):
-        node, listener = launch.listen(options)
+        node, listener = launcher.listen(options)
         listener.close()
         (secret,) = {node.environment(rank)["BEVATRON_STORE_SECRET"] for rank in range(2)}
         told.append(secret)

@@ -19,8 +19,9 @@ from ranks import MODEL, SIZES, corpus, job
 
 from checkpoint import trained
 from checkpoint.disk.files import StorageError
+from checkpoint.hf import export as hf_ranks
+from checkpoint.hf import tensors as hf
 from checkpoint.hf.families.family import Arrangement
-from checkpoint.hf import export as hf_ranks, tensors as hf
 from scripts import convert, evaluate, generate
 
 # latents, biases of routers, a module that predicts further ahead

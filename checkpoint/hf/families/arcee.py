@@ -1,14 +1,14 @@
 """Arcee AI: Arcee and Trinity (AFMoE)."""
 from checkpoint.hf.families.family import Family
 from checkpoint.hf.families.names import (
-    EXPERTS,
     EXPERT_BIAS,
+    EXPERTS,
     MLP,
     NORMS,
     OUTER,
     OUTPUT,
-    QKV,
     QK_NORM,
+    QKV,
     SHARED_EXPERTS,
     UP_AND_DOWN,
     in_layer,

@@ -6,8 +6,8 @@ from checkpoint.hf.families.names import (
     NORMS_AROUND,
     OUTER,
     OUTPUT,
-    QKV,
     QK_NORM,
+    QKV,
     with_leaf,
 )
 from checkpoint.hf.families.rules import NO_MLP_BIAS, NO_QK_NORM, ROPE_DEFAULTS, ROTARY, SIZES

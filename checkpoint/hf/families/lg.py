@@ -6,8 +6,8 @@ from checkpoint.hf.families.names import (
     NORMS_AFTER,
     OUTER,
     OUTPUT,
-    QKV,
     QK_NORM,
+    QKV,
     in_layer,
     with_leaf,
 )

@@ -11,7 +11,7 @@ from checkpoint.hf.families.rules import (
     SIZES,
     without,
 )
-from checkpoint.hf.layer_types import LLAMA4_LAYERS, LLAMA4_LAYER_DEFAULTS
+from checkpoint.hf.layer_types import LLAMA4_LAYER_DEFAULTS, LLAMA4_LAYERS
 from checkpoint.hf.rules import (
     ATTENTION_BIAS,
     CWM_ROPE,

@@ -1,8 +1,8 @@
 """Tencent: Hunyuan V1, Hy3 and Youtu."""
 from checkpoint.hf.families.family import Family
 from checkpoint.hf.families.names import (
-    EXPERTS,
     EXPERT_BIAS,
+    EXPERTS,
     LLAMA_TENSORS,
     MLA,
     MLP,

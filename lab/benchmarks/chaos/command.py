@@ -16,6 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+from config import ConfigError
+from config.parts import part_of
+from config.provenance import commit_id
 from lab.benchmarks.chaos.incidents import FAULTS
 from lab.benchmarks.chaos.layouts import BY_NAME, LAYOUTS, RunLayout
 from lab.benchmarks.chaos.results import append_report, read_reports
@@ -23,9 +26,6 @@ from lab.benchmarks.chaos.rounds import Draw, Harness, Report, draw_rounds
 from lab.benchmarks.corpus import write_corpus
 from lab.benchmarks.markdown import markdown_table
 from lab.benchmarks.process import terminates_cleanly
-from config import ConfigError
-from config.parts import part_of
-from config.provenance import commit_id
 
 DOCUMENTS = 60
 HELP = "faults drawn by a seed in real runs of train.py: exit codes, weights, metrics, files, processes"

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from lab.benchmarks.chaos.layouts import STEPS
 from checkpoint.disk import store
-from checkpoint.memory import RECORD, has_record
+from durable import restarts
+from durable.memory import RECORD, has_record
+from lab.benchmarks.chaos.layouts import STEPS
 from parallel.sharding.boxes import Box
-from runtime import restarts
 
 TOLERANCE = 1e-9  # relative, of fp64 values under two layouts
 STEP_FIELDS = ("loss", "grad_norm", "lr", "tokens", "skipped")

@@ -110,7 +110,7 @@ Builder = Callable[[Situation], Incidents | None]  # None: the fault does not fi
 
 
 def at(point: str, step: int, action: str, rank: int | None = None) -> str:
-    """Return a fault in the syntax of runtime/faults.py."""
+    """Return a fault in the syntax of durable/faults.py."""
     who = "" if rank is None else f":rank={rank}"
     return f"{point}{who}:step={step}:act={action}"
 

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lab.benchmarks.chaos.rounds import Draw, Report
 from config import ConfigError
+from lab.benchmarks.chaos.rounds import Draw, Report
 
 
 def identity(draw: Draw, seed: int) -> dict[str, Any]:

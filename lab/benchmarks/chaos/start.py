@@ -20,7 +20,7 @@ from lab.benchmarks.chaos.layouts import RunLayout
 ROOT = Path(__file__).parents[3]
 MARK = "BEVATRON_CHAOS"
 POLL_S = 0.05
-FIRED = "fault "  # prefix of the line that runtime/faults.py prints
+FIRED = "fault "  # prefix of the line that durable/faults.py prints
 WAKE_AFTER_S = 1.0  # how long ranks and launchers stay stopped before they are continued
 ORPHAN_GRACE_S = 8.0  # time limit for the children of a killed launcher to exit
 QUIET_TIMEOUT_S = 60.0  # parallel.timeout_s of starts without a hang

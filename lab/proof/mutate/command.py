@@ -22,9 +22,9 @@ from config import ConfigError
 from config.command_line import CommandParser
 from config.parts import part_of
 from lab.proof.mutate import cover, table
-from lab.proof.mutate.cover import footprint_file
 from lab.proof.mutate.checkout import ROOT, copy_checkout
 from lab.proof.mutate.control import Controls
+from lab.proof.mutate.cover import footprint_file
 from lab.proof.mutate.draw import Mutant, draw
 from lab.proof.mutate.judge import BUDGET_S, Verdict, append_verdict, count_kills, judge, read_verdicts
 from lab.proof.mutate.report import make_report, read_explanations

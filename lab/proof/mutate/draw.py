@@ -16,6 +16,15 @@ from lab.proof.mutate.source import Edit, Source
 
 CORE_FOLDERS = ("model", "parallel", "optim", "data", "checkpoint")
 CORE_FILES = (
+    "durable/consolidate.py",
+    "durable/continue_from.py",
+    "durable/copies.py",
+    "durable/memory.py",
+    "durable/memory_saves.py",
+    "durable/mirror.py",
+    "durable/progress.py",
+    "durable/rewind.py",
+    "durable/uploader.py",
     "runtime/closing.py",
     "runtime/describe.py",
     "runtime/evaluate.py",
@@ -23,6 +32,8 @@ CORE_FILES = (
     "runtime/start_layout.py",
     "train.py",
     "start.py",
+    "phases.py",
+    "services.py",
     "build.py",
 )
 

@@ -12,8 +12,8 @@ The name of an operator function is recorded in the file of verdicts.
 import ast
 from collections.abc import Callable, Iterator
 
-from parallel.topology.dims import GROUP_AXES
 from lab.proof.mutate.source import Edit, Source
+from parallel.topology.dims import GROUP_AXES
 
 RELATIONS = {
     "<": ("<=", ">="),

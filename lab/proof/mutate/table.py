@@ -1400,7 +1400,7 @@ TABLE = (
     ),
     Mutation(
         what="every rank validates on the sequences of the first",
-        file="start.py",
+        file="phases.py",
         old='open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)',
         new='open_loader(cfg, "valid", 0, mesh.dp.size, device=device, phase=phase)',
         model="llama3-tiny",
@@ -2129,7 +2129,7 @@ TABLE = (
     ),
     Mutation(
         what="rerun: PowerSGD's error is that of all runs of the step",
-        file="runtime/rerun.py",
+        file="durable/rerun.py",
         old="                bucket.grads.powersgd.restore(state)\n",
         new="                bucket.grads.powersgd.bases = state.bases\n",
         model="llama3-tiny",

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from config import ChannelMixer, Config
-from model.router import ExpertsConfig, with_mlps
 from lab.proof.precision.errors import U32, BoundedError
 from lab.proof.precision.job import single_process
 from lab.proof.precision.recorded_run import train_and_record
-from runtime.pool import WorkerPool
+from model.router import ExpertsConfig, with_mlps
+from parallel.wire.pool import WorkerPool
 
 LOSS_SCALE = 2.0**13
 

@@ -4,9 +4,9 @@ import re
 from typing import NamedTuple
 
 from config import Config, ConfigError, ModelConfig, NoPart, layer_in_fp8, layer_model
-from model.router import mixture
 from lab.proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
 from lab.proof.precision.paper import MUON_SLOPE
+from model.router import mixture
 
 # Tensors that kernels round in fp32 before their result, in series
 CONV = 4  # sums over four tokens, before SiLU

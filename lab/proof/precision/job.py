@@ -8,11 +8,11 @@ import numpy as np
 import config
 from config import ChannelMixer, Config, ConfigError, NoPart, layer_models
 from config.reading import resolve
+from config.reading.tiny import arguments, with_sizes
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
-from model.router import ExpertsConfig
 from lab.proof.verify.overrides import Overrides
-from config.reading.tiny import arguments, with_sizes
+from model.router import ExpertsConfig
 
 STEPS = 6
 FP16_STEPS = 10  # enough for the loss scale to fall and to grow

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from config import Config
-from parallel.wire.world import World
 from lab.proof.precision.errors import Tensors
 from lab.proof.precision.recorder import FlatPart, record_run, same_bits
-from runtime.pool import WorkerPool
+from parallel.wire.pool import WorkerPool
+from parallel.wire.world import World
 
 Parts = list[tuple[list[FlatPart], Tensor]]  # (places, flat tensor) for every rank and bucket
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from kernels.delta_rule import delta_rule
 from kernels.short_conv import short_conv
 from kernels.state_space import state_space
+from lab.proof.precision.errors import U32, UNIT, BoundedError
 from model.delta import UNIT_EPS, unit
 from model.mamba import gate_and_normalize
-from lab.proof.precision.errors import U32, UNIT, BoundedError
 
 UNIT_BF16 = 1.01 * UNIT["bf16"]
 EPS = 1e-5

@@ -16,7 +16,7 @@ from model.generate import LogitsOf, generate
 from parallel.wire.world import World
 from runtime import closing, evaluate
 from runtime.experts import ExpertLoadMap
-from runtime.faults import FaultHook
+from runtime.fault_points import FaultHook
 from runtime.setup import LaunchEnv
 from runtime.stop import SIGNALS
 

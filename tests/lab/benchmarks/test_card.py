@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import config
+from config.reading import build_tree
 from lab.benchmarks import card, contestant, process
 from lab.benchmarks.card import PLAN, Entry, derived_figures, fit_layers
 from lab.benchmarks.card_table import make_table, table_cells
 from lab.benchmarks.process import last_error_line
 from lab.benchmarks.shape import Shape
-from config.reading import build_tree
 from plan.count import flops_per_token, parameters
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

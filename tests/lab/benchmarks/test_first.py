@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from config import ConfigError
+from kernels import triton_
 from lab.benchmarks import card, first, first_jobs, first_plan, travel
 from lab.benchmarks.first_table import make_table
 from lab.benchmarks.jobs import ForkedJob, JobPlace, run_jobs
-from config import ConfigError
-from kernels import triton_
 from plan.record.launches import CHIPS
 
 ROOT = Path(__file__).parents[3]

@@ -4,10 +4,10 @@ import importlib
 
 import pytest
 import torch
-
-from lab.benchmarks import small_models
 from small_tiles import SMALL_TILES
+
 from kernels import swiglu, triton_
+from lab.benchmarks import small_models
 
 
 def test_models_are_compared_by_what_the_dtype_does():

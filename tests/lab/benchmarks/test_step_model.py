@@ -21,9 +21,6 @@ from triton.runtime import interpreter
 from triton.runtime.jit import KernelInterface
 
 import kernels
-from lab.benchmarks import command, step_model
-from lab.benchmarks.shape import Shape
-from lab.benchmarks.step_model import SCENARIOS, config_of, document_lengths, record, record_step
 from config import Config, ConfigError
 from kernels import (
     adam,
@@ -40,6 +37,9 @@ from kernels import (
     swiglu,
     triton_,
 )
+from lab.benchmarks import command, step_model
+from lab.benchmarks.shape import Shape
+from lab.benchmarks.step_model import SCENARIOS, config_of, document_lengths, record, record_step
 from model.flops import flops_of_parts, keys_seen
 from model.mla import LatentConfig
 from plan.count import parameters

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from config import ConfigError
 from lab.benchmarks.corpus import write_corpus
 from lab.benchmarks.watching import OFTEN, REPORT, RUN, WATCHES, RankCosts, rows_of
-from config import ConfigError
 
 ROOT = Path(__file__).parents[3]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lab.benchmarks import command, words
 from config import ConfigError
+from lab.benchmarks import command, words
 
 
 @pytest.mark.slow

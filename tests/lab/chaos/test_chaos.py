@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from checkpoint import memory
 from config import ConfigError
+from durable import memory
+from durable.faults import parse
 from lab.benchmarks.chaos import command, damage, evidence
 from lab.benchmarks.chaos.evidence import Evidence
 from lab.benchmarks.chaos.incidents import (
@@ -22,7 +23,6 @@ from lab.benchmarks.chaos.incidents import (
 from lab.benchmarks.chaos.layouts import BY_NAME, LAYOUTS, MEMORY_SAVES, SAVES, STEPS
 from lab.benchmarks.chaos.rounds import Draw, Report, draw_rounds, fits, start_problems
 from lab.benchmarks.chaos.start import Ended
-from runtime.faults import parse
 from start import FAULT_POINTS
 
 # ---- the draw ----------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from lab.proof import lattice
 from config.reading.tiny import tiny_config
+from lab.proof import lattice
 
 
 def found(world, name="llama3-tiny"):

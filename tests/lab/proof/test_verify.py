@@ -17,7 +17,6 @@ from config import Config, ConfigError
 from config.reading import phases_of
 from config.reading.kinds import every_path
 from config.tree import has_path, value_at, with_values
-from parallel.wire.world import World
 from lab.proof import lattice, mup
 from lab.proof.precision.cells import Cell
 from lab.proof.verify import command
@@ -39,6 +38,7 @@ from lab.proof.verify.trial import (
     run_references,
     single_process,
 )
+from parallel.wire.world import World
 from runtime.failure import fail_cleanly
 
 

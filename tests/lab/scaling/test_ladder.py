@@ -14,9 +14,6 @@ import pytest
 from config import ConfigError
 from config.reading import resolve
 from config.reading.schedules import plan_pipeline
-from optim.lr import learning_rate
-from plan.count import flops_per_token, parameters
-from runtime.lines import read_metrics
 from lab.scaling import ladder_command
 from lab.scaling.command import main
 from lab.scaling.experiment import Programs, run_all
@@ -31,6 +28,9 @@ from lab.scaling.ladder import (
     warmup_line,
     write_ladder,
 )
+from optim.lr import learning_rate
+from plan.count import flops_per_token, parameters
+from runtime.lines import read_metrics
 
 PUBLISHED = Path(__file__).parent / "data" / "chinchilla_figure_4.csv"
 SETTINGS = (

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from config import ConfigError
-from plan.laws import CHINCHILLA, KAPLAN, Fit, fit_law, huber_sum
 from lab.scaling.optimum import (
     Optimum,
     PowerLaw,
@@ -16,8 +15,9 @@ from lab.scaling.optimum import (
     isoflop_optimum,
     parametric_optimum,
 )
-from plan.points import Points, check_enough, make_points, read_points, smoothed, write_points
 from lab.scaling.report import law_lines, optimum_lines
+from plan.laws import CHINCHILLA, KAPLAN, Fit, fit_law, huber_sum
+from plan.points import Points, check_enough, make_points, read_points, smoothed, write_points
 
 # Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off, without the five largest losses,
 # which it leaves out; tokens are FLOPs / (6 parameters)

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from config import ConfigError
-from plan.cost import Efficiency, cluster
-from plan.machine import Machine, read_machine
 from lab.scaling.command import main
 from lab.scaling.systems import (
     Hardware,
@@ -24,6 +22,8 @@ from lab.scaling.systems import (
     systems_lines,
     write_cell,
 )
+from plan.cost import Efficiency, cluster
+from plan.machine import Machine, read_machine
 
 DP, TP = ScalingLayout("dp", ()), ScalingLayout("tp2", (("parallel.tp", "2"),))
 SMALL = [

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from build import build_run
+from config.reading.tiny import tiny_config
 from kernels import grad
 from parallel.expert.dispatch import rows_of_chunks
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from config.reading.tiny import tiny_config
 
 CPU = torch.device("cpu")
 LINK = 12.0  # of all rows of a layer, one way

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from build import build_run
+from config.reading.tiny import tiny_config
 from parallel.expert.dispatch import Combine, Dispatch, count_choices, plan_dispatch
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from config.reading.tiny import tiny_config
 
 E, K, D, ROOM = 4, 2, 3, 6
 

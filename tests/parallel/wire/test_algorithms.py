@@ -10,8 +10,8 @@ import torch
 
 import config
 from config.reading.suggestions import check_rules
-from parallel.wire.algorithms import ranks_by_node, start_scatter_sum, start_sum
 from config.reading.tiny import tiny_config
+from parallel.wire.algorithms import ranks_by_node, start_scatter_sum, start_sum
 
 SIZE = 64 * 24
 

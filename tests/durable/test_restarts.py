@@ -1,4 +1,4 @@
-"""runtime/restarts.py: what a job left behind, and how many starts without progress are too many."""
+"""durable/restarts.py: what a job left behind, and how many starts without progress are too many."""
 
 import json
 import pathlib
@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from checkpoint import memory
 from checkpoint.disk import store
-from runtime import restarts
-from runtime.restarts import ExitReason, Kept, RestartCount
+from durable import memory, restarts
+from durable.restarts import ExitReason, Kept, RestartCount
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -95,7 +94,7 @@ def test_what_is_lost_from_memory_and_made_again_is_no_progress():
 
 def test_as_the_slurm_script_asks(tmp_path):
     def told():
-        words = [sys.executable, "-m", "runtime.restarts", str(tmp_path)]
+        words = [sys.executable, "-m", "durable.restarts", str(tmp_path)]
         return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert told() == "-1 - - -\n"

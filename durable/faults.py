@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from parallel.extras import Extra, StepResult
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
+from runtime.fault_points import FaultHook
 from runtime.processes import print_error
 
 ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
@@ -39,16 +40,6 @@ SPIKE_FACTOR = 1e4  # multiplies the gradients in an injected spike
 
 class InjectedFault(RuntimeError):
     """Raised by act=raise."""
-
-
-class FaultHook(Protocol):
-    """The hook called at each fault point: a FaultInjector or an observer."""
-
-    def __call__(self, point: str, step: int | None = None, /, **seen: object) -> str | None:
-        """Return None or the action; "nan", "spike" and "bitflip" ask the caller to corrupt its data.
-
-        seen: named objects for observers.
-        """
 
 
 @dataclass(frozen=True)

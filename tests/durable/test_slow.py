@@ -9,9 +9,9 @@ import time
 import pytest
 from ranks import MODEL, corpus, job
 
+from durable.slow import COLUMNS, COMPUTE, DATA, LINK, STOPPED, PauseClock, SlowRanks, StepShares, summarize
 from parallel.topology.dims import ParallelDims
 from parallel.wire import comm
-from runtime.slow import COLUMNS, COMPUTE, DATA, LINK, STOPPED, PauseClock, SlowRanks, StepShares, summarize
 
 
 def judge(dims, *windows):

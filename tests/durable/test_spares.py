@@ -1,4 +1,4 @@
-"""runtime/spares.py: real processes of train.py that wait, what they hold, and what becomes of them."""
+"""durable/spares.py: real processes of train.py that wait, what they hold, and what becomes of them."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import time
 import pytest
 
 import config
-from runtime.spares import Spares
+from durable.spares import Spares
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TRAIN = [sys.executable, str(ROOT / "train.py")]
@@ -21,7 +21,7 @@ TRAIN = [sys.executable, str(ROOT / "train.py")]
 QUICK = [sys.executable, "-c", f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from runtime.spares import wait_for_job
+from durable.spares import wait_for_job
 job = wait_for_job()
 print(job.words, job.environment["RANK"], flush=True)
 """]
@@ -118,7 +118,7 @@ def test_all_end_with_the_job():
 
 LAUNCHER = """
 import sys, time
-from runtime.spares import Spares
+from durable.spares import Spares
 spares = Spares(sys.argv[2:], 1)
 spares.tend()
 while sys.argv[1] == "ready" and not spares.waiting[0].is_ready:
@@ -144,8 +144,8 @@ def test_a_spare_dies_with_a_launcher_that_is_killed(when):
 def test_its_waiting_is_no_part_of_a_start():
     """Goodput counts from when it becomes a rank."""
     code = (
-        "import sys; from runtime import setup; "
-        "words = setup.words_of_process(['--spare']); "
+        "import sys; from durable.spares import words_of_process; from runtime import setup; "
+        "words = words_of_process(['--spare']); "
         "print(words, setup.process_seconds() - setup.seconds_since_start(), setup.seconds_since_start())"
     )
     ours, theirs = socket.socketpair()

@@ -22,7 +22,7 @@ Guarantees:
 - Every byte is verified on the rank that loads it, local or received, before any tensor changes.
 - All ranks load the same generation, or none.
 - A launch with another layout or other ranks consolidates the shards on the nodes into a checkpoint on disk
-  (checkpoint/consolidate.py), and resumes from that.
+  (durable/consolidate.py), and resumes from that.
 """
 import contextlib
 import hashlib
@@ -39,9 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoint import consolidate
 from checkpoint.disk import store
-from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
 from checkpoint.disk.files import (
     IntegrityError,
     StorageError,
@@ -53,10 +51,12 @@ from checkpoint.disk.files import (
     write_file,
 )
 from checkpoint.disk.saver import writer_threads
-from checkpoint.state import StartingPoint, choose_together, ranks_of
 from checkpoint.disk.together import Ranks
+from checkpoint.state import StartingPoint, choose_together, ranks_of
 from config import CheckpointConfig, Config, ConfigError, Tree
 from config.reading import phases_of
+from durable import consolidate
+from durable.copies import Delivery, Manifest, deliver, manifest_of
 from parallel.sharding.boxes import Box, from_rows, to_rows
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError

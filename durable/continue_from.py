@@ -8,20 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoint import mirror, state
+from checkpoint import remote, state
 from checkpoint.disk import store
 from config import Config, ConfigError, is_due
 from config.reading import phases_of, saved_config
+from data.remote import RemoteError
+from durable import mirror
+from durable.restarts import MEMORY_RECORD
 from optim.lr import learning_rate_of_run, schedules_of
 from parallel.wire import comm
 from parallel.wire.world import World
-from remote.files import RemoteError
 from runtime import failure, lines, setup
-from runtime.restarts import MEMORY_RECORD
 from runtime.run import TrainingRun
 
 if TYPE_CHECKING:  # imported only by runs with in-memory checkpoints
-    from checkpoint.memory import MemoryCheckpoints
+    from durable.memory import MemoryCheckpoints
 
 
 def open_memory(
@@ -40,7 +41,7 @@ def open_memory(
         )
         if not has_some:
             return None
-    from checkpoint.memory import MemoryCheckpoints
+    from durable.memory import MemoryCheckpoints
 
     return MemoryCheckpoints(cfg, folder, env.host, everyone)
 
@@ -91,7 +92,7 @@ def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
     """
     try:
         source = mirror.copied_from(cfg, path, root)
-        return (False, "") if source is None else (True, mirror.repair(source, path))
+        return (False, "") if source is None else (True, remote.repair(source, path))
     except (store.IntegrityError, store.StorageError, RemoteError) as error:
         return False, f"warning: {path} cannot be repaired from its store: {failure.one_line(error)}"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from config import ConfigError
-from runtime.faults import Fault, FaultInjector, InjectedFault, disturb_next_sums, parse
+from durable.faults import Fault, FaultInjector, InjectedFault, disturb_next_sums, parse
 
 
 def test_text_is_read_in_full():
@@ -110,7 +110,7 @@ def test_acts():
 
 def test_sigkill_is_real():
     code = (
-        "from runtime.faults import *; FaultInjector(parse('a:step=2:act=SIGKILL'))('a', 2); print('alive')"
+        "from durable.faults import *; FaultInjector(parse('a:step=2:act=SIGKILL'))('a', 2); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == -9 and "alive" not in done.stdout

@@ -1,4 +1,4 @@
-"""Preloaded spare processes that scripts/launch.py turns into ranks. Needs no torch.
+"""Preloaded spare processes that the launcher turns into ranks.
 
 Importing Python, torch and train.py's modules takes seconds of a core, for each rank and again at each
 restart. A spare has done that in advance: `train.py --spare` imports everything, reports that it is ready,
@@ -14,12 +14,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import config
 from runtime.processes import dying_with
+from runtime.setup import become_rank
 
 SPARE_WORD = "--spare"  # the only argument of a spare
 READY = b"+"
@@ -143,3 +145,17 @@ def wait_for_job() -> RankJob | None:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     return RankJob(**json.loads(received)) if received else None
+
+
+def words_of_process(argv: list[str]) -> list[str]:
+    """Return argv. A spare waits for the arguments of the rank it becomes instead.
+
+    A spare also takes that rank's environment, or exits here if it is not needed.
+    """
+    if argv != [SPARE_WORD]:
+        return argv
+    job = wait_for_job()
+    if job is None:
+        sys.exit(0)
+    become_rank(job.environment)
+    return job.words

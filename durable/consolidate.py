@@ -1,6 +1,6 @@
 """Consolidate the shards of ranks into a checkpoint that any layout can read.
 
-Each shard of an in-memory checkpoint (checkpoint/memory.py) has what one rank reads when resuming with the
+Each shard of an in-memory checkpoint (durable/memory.py) has what one rank reads when resuming with the
 same layout. Shards overlap, in whole or in differently cut parts: router biases, norms of tensor-parallel
 ranks, an embedding shared by two stages. A checkpoint on disk has each element exactly once.
 """

@@ -13,20 +13,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint import mirror
+from checkpoint.disk_saves import Uploads
 from checkpoint.state import first_rank_does
 from config import Config
+from data.remote import RemoteError, reason_of
+from durable import mirror
 from parallel.extras import Extra
 from parallel.wire.comm import Group
-from remote.files import RemoteError, reason_of
 from runtime.metrics import MetricsLogger
 
 FINAL_TRIES = 3  # uploads at the end of a run before it ends with an error
 FINAL_WAIT = 2.0  # seconds between them
 
 
-class CheckpointUploader:
-    """Run `update`, which uploads what the store lacks. Do nothing without it, i.e. without a store.
+class CheckpointUploader(Uploads):
+    """Run `update`, which uploads what the store lacks. Do nothing without it: on all ranks but the first.
 
     `may_fail` limits consecutive failures; None means no limit.
     """

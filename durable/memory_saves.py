@@ -4,8 +4,8 @@ from typing import Any
 from checkpoint import replicas, state
 from checkpoint.disk import store
 from checkpoint.disk_saves import DiskSaves
-from checkpoint.memory import MemoryCheckpoints
 from config import is_due
+from durable.memory import MemoryCheckpoints
 from parallel.extras import Extra
 from runtime import failure
 

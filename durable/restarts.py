@@ -2,7 +2,7 @@
 
 scripts/launch.py and scripts/slurm/train.sbatch both use this, so they decide alike. Needs no torch.
 
-    python -m runtime.restarts RUN     prints the newest saved step, the job's exit code, 1 if a restart may
+    python -m durable.restarts RUN     prints the newest saved step, the job's exit code, 1 if a restart may
                                        succeed, and the hosts with faulty devices as a,b. Code and restart
                                        are - if no rank left a reason, and hosts is - if there are none.
 """
@@ -19,7 +19,7 @@ LOST = (1, 76, 80)  # exit codes of a job that lost a rank: connection, hang, di
 REQUEUED = (75, 76, 80, 82)  # codes to requeue on if an older exit reason does not say
 MAX_IDLE_RESTARTS = 3  # restarts in a row without a newer checkpoint
 FIRST_STEP = -1  # before the first checkpoint
-MEMORY_RECORD = "memory.json"  # records the valid in-memory checkpoints (checkpoint/memory.py)
+MEMORY_RECORD = "memory.json"  # records the valid in-memory checkpoints (durable/memory.py)
 HOST = re.compile(r"[A-Za-z0-9._-]+")  # a valid host name
 CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed checkpoint (checkpoint/disk/store.py)
 
@@ -71,7 +71,7 @@ def read_reason(run: Path) -> ExitReason | None:
 
 def wrong_devices(run: Path) -> list[dict[str, Any]]:
     """Return the exit reasons of the ranks whose device failed the probe before the first step
-    (runtime/probes.py)."""
+    (durable/probes.py)."""
     found: list[dict[str, Any]] = []
     for file in run.glob("exit_reason*.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -15,9 +15,9 @@ from config.reading import resolve
 from kernels import grouped_gemm, linear, triton_
 from parallel.expert import dispatch
 from parallel.microbatch import Microbatch
+from parallel.pipeline.graphs import WARM_UP_STEPS, RecordedPipeline
 from parallel.topology.mesh import Mesh
 from runtime import setup
-from runtime.graphs import WARM_UP_STEPS, RecordedPipeline
 from train import train_step
 
 ARGS = [

@@ -5,11 +5,12 @@ data.
 """
 from pathlib import Path
 
-from checkpoint import mirror, state
+from checkpoint import remote, state
 from checkpoint.disk import store
 from config import Config, ConfigError
 from config.reading.run_name import OWN_CHECKPOINTS
-from remote.files import RemoteError, RemoteFolder, is_url, open_folder
+from data.remote import RemoteError, RemoteFolder, is_url, open_folder
+from durable import mirror
 
 
 def steps_done(cfg: Config, folder: Path) -> int:
@@ -19,7 +20,7 @@ def steps_done(cfg: Config, folder: Path) -> int:
     """
     mirrored = mirror.open_mirror(cfg)
     own = max(
-        mirror.newest_local(folder / mirror.CHECKPOINTS),
+        mirror.newest_local(folder / remote.CHECKPOINTS),
         -1 if mirrored is None else newest_there(mirrored, "checkpoint.mirror"),
     )
     if own >= 0:
@@ -30,7 +31,7 @@ def steps_done(cfg: Config, folder: Path) -> int:
     if checkpoint.resume in OWN_CHECKPOINTS:
         return 0
     if is_url(checkpoint.resume):
-        run, step = mirror.parts_of_url(checkpoint.resume)
+        run, step = remote.parts_of_url(checkpoint.resume)
         asker = "checkpoint.resume"
         return newest_there(open_folder(run, asker), asker) if step is None else step
     indexes: state.Indexes = {}
@@ -41,6 +42,6 @@ def steps_done(cfg: Config, folder: Path) -> int:
 def newest_there(run: RemoteFolder, asker: str) -> int:
     """Return the step of the newest checkpoint of a run in a store, or -1. Raises ConfigError."""
     try:
-        return max(mirror.complete_steps(run.folder(mirror.CHECKPOINTS)), default=-1)
+        return max(remote.complete_steps(run.folder(remote.CHECKPOINTS)), default=-1)
     except RemoteError as error:
         raise ConfigError(f"{asker}: {run.url} cannot be read: {error}") from error

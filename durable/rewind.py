@@ -5,8 +5,8 @@ from typing import Any
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk_saves import DiskSaves
-from checkpoint.memory import MemoryCheckpoints
 from config import OptimConfig
+from durable.memory import MemoryCheckpoints
 from optim.spikes import SpikeState
 from parallel.extras import Extra
 from parallel.sharding.bucket import wait_param_gathers

@@ -1,6 +1,6 @@
 """Run a script in one process, or on ranks launched by torchrun or srun, which join like those of train.py.
 
-Only the first rank prints to stdout. A rank that fails ends all of them with its message (runtime/peers.py).
+Only the first rank prints to stdout. A rank that fails ends all of them with its message (durable/peers.py).
 """
 import argparse
 import contextlib
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from config import ConfigError, ParallelConfig, code_hash
+from durable.peers import PeerWatch
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
 from runtime import setup
-from runtime.peers import PeerWatch
 
 
 @dataclass(frozen=True)

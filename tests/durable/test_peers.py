@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runtime.peers import Failure, StoreSilent, Words, as_failure, get_all, ranks_without_state, within
+from durable.peers import Failure, StoreSilent, Words, as_failure, get_all, ranks_without_state, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,7 +148,7 @@ STRANGER = """
 import sys, time, torch.distributed as dist
 from pathlib import Path
 from runtime import failure
-from runtime.peers import PeerWatch
+from durable.peers import PeerWatch
 
 def main(argv):
     with PeerWatch(0, 2) as peers:
@@ -210,7 +210,7 @@ def test_work_that_does_not_end_is_left_behind():
 
 @pytest.mark.parametrize("silent", [[], [0], [63], [0, 1, 2], [7, 31, 32, 62], list(range(64))])
 def test_the_states_of_many_ranks_cost_few_questions(silent, monkeypatch):
-    monkeypatch.setattr("runtime.peers.KEYS_AT_ONCE", 10)
+    monkeypatch.setattr("durable.peers.KEYS_AT_ONCE", 10)
     store = dist.HashStore()
     written = [rank for rank in range(64) if rank not in silent]
     for rank in written:

@@ -9,14 +9,13 @@ import warnings
 import numpy as np
 import pytest
 
-import runtime.compare
-import scripts.compare
+import scripts.compare.runs
 from config import ConfigError
 from config.reading import dump, phases_of, resolve
 from plan.count import flops_per_token
-from runtime.compare import CHART, different_settings, doubts, draw_runs, page, read_run, table_rows
 from runtime.goodput import STARTS_FILE, StartRecord
-from scripts.compare import main
+from scripts.compare import __main__ as command
+from scripts.compare.runs import CHART, different_settings, doubts, draw_runs, page, read_run, table_rows
 
 
 def make_run(folder, losses, *, start=0, finished=True, **keys):
@@ -47,7 +46,7 @@ def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
     """As of runs/*, where data lies, too. A name of nothing is a mistake, and so is a single folder."""
     first = make_run(tmp_path / "a", [5.0, 4.0])
     (tmp_path / "data").mkdir()
-    assert main([str(first), str(tmp_path / "data"), "--json"]) == 0
+    assert command.main([str(first), str(tmp_path / "data"), "--json"]) == 0
     out, err = capsys.readouterr()
     (row,) = json.loads(out)["numbers"]
     assert row["run"] == "a" and row["tokens"] == 200 and row["train_loss"] > 3 and row["mfu"] is None
@@ -55,7 +54,7 @@ def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
     assert line.startswith(f"left out: {tmp_path}/data: no run that can be read")
     for wrong in ([tmp_path / "data"], [first, tmp_path / "absent"]):
         with pytest.raises(ConfigError, match="no run that can be read"):
-            main([str(path) for path in wrong])
+            command.main([str(path) for path in wrong])
 
 
 @pytest.mark.parametrize("second, is_same", [
@@ -63,9 +62,9 @@ def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
 ])
 def test_validation_sets_under_other_weights_are_another_mixture(tmp_path, monkeypatch, second, is_same):
     """Of the same sets, by their fingerprints."""
-    monkeypatch.setattr(runtime.compare, "read_validation_data", lambda folder: ("w", "c"))
+    monkeypatch.setattr(scripts.compare.runs, "read_validation_data", lambda folder: ("w", "c"))
     origins = {"code": (1, ""), "data": (1, "")}
-    monkeypatch.setattr(runtime.compare, "read_origins", lambda folder: origins)
+    monkeypatch.setattr(scripts.compare.runs, "read_origins", lambda folder: origins)
     runs = [read_run(make_run(tmp_path / f"r{number}", [5.0, 4.0], data__valid=valid))
             for number, valid in enumerate(("0.5 web 0.5 code", second))]
     assert any("different tokens" in line for line in doubts(runs)) == (not is_same)
@@ -132,7 +131,7 @@ def test_the_page_needs_no_other_file(tmp_path, capsys):
     first = make_run(tmp_path / "a<b", [5.0, 4.0], optim__lr=1e-3)
     second = make_run(tmp_path / "c", [5.0, 3.0], optim__lr=2e-3, finished=None)
     out = tmp_path / "reports" / "report.html"  # in a folder that is not there yet
-    assert main([str(first), str(second), "--out", str(out)]) == 0
+    assert command.main([str(first), str(second), "--out", str(out)]) == 0
     text = out.read_text()
     namespace = "http://www.w3.org/2000/svg"  # a name, which nothing is fetched from
     assert "data:image/png;base64," in text and "http" not in text.replace(namespace, "")
@@ -143,7 +142,7 @@ def test_the_page_needs_no_other_file(tmp_path, capsys):
 
     shown = capsys.readouterr().out
     assert "optim.lr" in shown and "mean over the last 2% of the tokens before a point" in shown
-    assert main([str(first), "--json"]) == 0
+    assert command.main([str(first), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["run"] == "a<b"
 
 
@@ -270,12 +269,12 @@ def test_equal_sizes_have_one_axis(tmp_path, monkeypatch):
 def test_a_narrow_table_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     folder = make_run(tmp_path / "a-run-with-a-name-that-is-long", [5.0, 4.0])
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([str(folder)]) == 0
+    assert command.main([str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert next(line for line in lines if "too narrow" in line).startswith("too narrow for: MFU, tokens/s, ")
     monkeypatch.setenv("COLUMNS", "200")
-    assert main([str(folder)]) == 0
+    assert command.main([str(folder)]) == 0
     assert "too narrow" not in capsys.readouterr().out
 
 
@@ -340,9 +339,9 @@ def test_the_summary_of_an_earlier_start_is_not_trusted(tmp_path, monkeypatch):
         summary = json.loads((folder / "summary.json").read_text())
         (folder / "summary.json").write_text(json.dumps(summary | {"step": 3, "finished": True}))
 
-    monkeypatch.setattr(scripts.compare.time, "sleep", end_the_run)
+    monkeypatch.setattr(command.time, "sleep", end_the_run)
     out = tmp_path / "report.html"
-    assert main([str(folder), "--out", str(out), "--watch", "7"]) == 0
+    assert command.main([str(folder), "--out", str(out), "--watch", "7"]) == 0
     assert waits == [7] and "finished" in out.read_text() and "http-equiv" not in out.read_text()
 
 
@@ -370,9 +369,9 @@ def test_losses_of_other_tokens_are_not_compared_without_a_word(tmp_path, capsys
     assert [row["bits/byte"] for row in table_rows(runs)] == ["1.2500"] * 4
 
     assert line in page([runs[0], runs[3]])
-    assert main([str(first), str(other)]) == 0
+    assert command.main([str(first), str(other)]) == 0
     assert "data.tokenizer: not the same" in capsys.readouterr().out
-    assert main([str(first), str(other), "--json"]) == 0
+    assert command.main([str(first), str(other), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["doubts"] == [line]
 
 
@@ -415,7 +414,7 @@ def test_what_cannot_be_compared_is_named(tmp_path, monkeypatch, argv, message):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a", [5.0])
     with pytest.raises(ConfigError, match=message):
-        main(argv)
+        command.main(argv)
 
 
 def test_a_run_without_a_step_is_named(tmp_path):

@@ -17,7 +17,8 @@ from pathlib import Path
 from config import ConfigError
 from config.command_line import CommandParser
 from config.terminal import output_width, wrapped
-from runtime.compare import (
+from runtime.failure import fail_cleanly
+from scripts.compare.runs import (
     SMOOTHING_TEXT,
     Run,
     differences,
@@ -29,7 +30,6 @@ from runtime.compare import (
     table_rows,
     text_table,
 )
-from runtime.failure import fail_cleanly
 
 
 def arguments() -> argparse.ArgumentParser:

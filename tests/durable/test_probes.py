@@ -7,10 +7,10 @@ import pytest
 import torch
 from ranks import MODEL, corpus, job
 
+from durable import probes, restarts
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from runtime import probes, restarts
 
 CPU = torch.device("cpu")
 COLUMN = {name: column for column, name in enumerate(GROUP_AXES, start=1)}

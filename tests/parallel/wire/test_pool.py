@@ -1,4 +1,5 @@
-"""A warm pool (runtime/pool.py) is as fast for its last job as for its first, and says how a rank died."""
+"""A warm pool (parallel/wire/pool.py) is as fast for its last job as for its first, and names how a rank
+died."""
 
 import os
 import signal
