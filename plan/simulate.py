@@ -1,16 +1,27 @@
 """Simulate a pipeline schedule event by event, on the same op lists that the runtime executes
 (parallel/pipeline/schedule.py).
 
-A rank computes one op at a time. Transfers overlap compute, and only delay the op that waits for them. Times
+A rank computes one op at a time. Transfers overlap compute. In `simulate` they only delay the op that waits
+for them; in `simulate_on_lanes` they also wait for each other, as NCCL's do in a communicator. Times
 are in any unit, and exact if given as ints or Fractions. The papers' closed forms are included with their
 sources (`closed_form`); tests check that simulation and formula agree exactly.
 """
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from parallel.pipeline.schedule import Op, Order, Schedule, dependencies, simulate_order
+from parallel.pipeline.schedule import (
+    Op,
+    Order,
+    Schedule,
+    dependencies,
+    goes_down,
+    matching_transfer,
+    simulate_order,
+    transfers_of,
+)
 
 OpTimes = Mapping[str, float | Sequence[float]]  # kind -> time of one op, or one time for each stage
 
@@ -111,6 +122,111 @@ def simulate(order: Order, n_stages: int, times: OpTimes, hop: float = 0,
             if op.kind == "I":  # the previous stage only waits for this
                 end[op._replace(kind="B")] = start + seconds
     return Timeline(spans)
+
+
+def simulate_on_lanes(
+    schedule: Schedule, times: OpTimes, hop: float = 0, overlap: float | None = None
+) -> Timeline:
+    """Return the timeline with transfers on two lanes, down and up (schedule.goes_down), as a GPU runs them.
+
+    A transfer starts once it is the first of its lane on both ranks, the sender has computed what it sends,
+    and the receiver has computed what was queued before it posted the receive. Arguments as in `simulate`.
+    Raises ValueError for lists that deadlock.
+    """
+    posts = posts_of_ops(schedule)
+    steps = [deque(steps) for steps in single_or_paired_steps(schedule.order, overlap is not None)]
+    lanes: defaultdict[tuple[int, bool], deque[tuple[Op, float]]] = defaultdict(deque)  # (transfer, ready)
+    lane_is_free_at: defaultdict[tuple[int, bool], float] = defaultdict(float)
+    arrival: dict[Op, float] = {}  # {transfer, both its ends: when it has ended}
+    rank_is_free_at: list[float] = [0] * len(steps)
+    spans: list[list[Span]] = [[] for _ in steps]
+    posted: set[tuple[Op, ...]] = set()
+
+    def post(rank: int, transfers: list[Op]) -> None:
+        for transfer in transfers:
+            lanes[rank, goes_down(transfer, schedule.rank_of_stage)].append((transfer, rank_is_free_at[rank]))
+
+    def run_steps(rank: int) -> bool:
+        """Run the rank's steps until one waits; return whether any ran."""
+        has_run = False
+        while steps[rank]:
+            step = steps[rank][0]
+            if step not in posted:
+                post(rank, [receive for op in step for receive in posts[op].receives])
+                posted.add(step)
+            awaited = [transfer for op in step for transfer in posts[op].awaited]
+            if any(transfer not in arrival for transfer in awaited):
+                break
+            seconds = sum(op_time(op, times) for op in step)
+            if overlap is not None and len(step) > 1:
+                seconds *= overlap
+            start = max([rank_is_free_at[rank], *(arrival[transfer] for transfer in awaited)])
+            rank_is_free_at[rank] = start + seconds
+            for op in step:
+                spans[rank].append(Span(op, start, start + seconds))
+            post(rank, [send for op in step for send in posts[op].sends])
+            steps[rank].popleft()
+            has_run = True
+        return has_run
+
+    def run_transfers(rank: int, is_down: bool) -> bool:
+        """Run the sends at the head of a lane whose receives are posted; return whether any ran."""
+        has_run = False
+        queue = lanes[rank, is_down]
+        while queue and queue[0][0].kind[0] == "S":
+            send, computed = queue[0]
+            receive = matching_transfer(send)
+            receiver = schedule.rank_of_stage[receive.stage]
+            opposite = lanes[receiver, is_down]
+            if not opposite or opposite[0][0] != receive:
+                break
+            both = (rank, is_down), (receiver, is_down)
+            done = max(computed, opposite[0][1], *(lane_is_free_at[each] for each in both)) + hop
+            lane_is_free_at.update(dict.fromkeys(both, done))
+            arrival[send] = arrival[receive] = done
+            queue.popleft()
+            opposite.popleft()
+            has_run = True
+        return has_run
+
+    while any(steps):
+        has_run = [run_steps(rank) for rank in range(len(steps))]
+        has_run += [run_transfers(rank, is_down) for rank, is_down in list(lanes)]
+        if not any(has_run):
+            raise ValueError("deadlock: " + ", ".join(f"{queue[0]} waits" for queue in steps if queue))
+    return Timeline(spans)
+
+
+class Posts(NamedTuple):
+    """What a rank posts and waits for around an op.
+
+    receives: posted before it. awaited: transfers that end before it starts. sends: posted after it.
+    """
+    receives: list[Op]
+    awaited: list[Op]
+    sends: list[Op]
+
+
+def posts_of_ops(schedule: Schedule) -> dict[Op, Posts]:
+    """Return {op: what its rank posts and waits for around it}, from the lists that the runtime executes."""
+    result: dict[Op, Posts] = {}
+    for ops in schedule.with_transfers:
+        receives: list[Op] = []
+        awaited: list[Op] = []
+        last: Op | None = None
+        for op in ops:
+            if op.kind in ("RF", "RB"):
+                receives.append(op)
+            elif op.kind in ("EF", "EB"):
+                awaited.append(op._replace(kind=f"S{op.kind[1]}"))
+            elif op.kind in ("SF", "SB"):
+                assert last is not None  # a send follows its op
+                result[last].sends.append(op)
+            else:
+                own = transfers_of(op, schedule.rank_of_stage)[0]
+                result[op] = Posts(receives, [*awaited, *([own] if own else [])], [])
+                receives, awaited, last = [], [], op
+    return result
 
 
 def op_time(op: Op, times: OpTimes) -> float:

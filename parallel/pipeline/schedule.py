@@ -17,8 +17,9 @@ chunk 0, then the next backward of chunk 1. "W" alone is the oldest weight gradi
 rank's program depends on how many ranks are above it (nearer the data) and below it.
 """
 import difflib
+from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -29,6 +30,10 @@ COMPUTE_KINDS = ("F", "B", "I", "W")
 # The peer of a transfer: its kind, and its distance in stages.
 MATCHING_TRANSFER = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}
 END_OF_SEND = {"SF": "EF", "SB": "EB"}
+
+# Relative times for which receives are placed (add_transfers). Other times cannot deadlock, only wait.
+PLACING_TIMES = {"F": 20, "B": 40, "I": 20, "W": 20}
+PLACING_HOP = 1  # of a transfer
 
 
 class Op(NamedTuple):
@@ -167,7 +172,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Order:
         near = " or ".join(str(n) for n in (below, below + ranks) if n)
         raise ValueError(
             f"interleaved needs a multiple of its {ranks} ranks as microbatches, "
-            f"not {microbatches}; take {near}"
+            f"not {microbatches}; use {near}"
         )
 
     total = microbatches * chunks
@@ -392,46 +397,143 @@ def check_schedule(
 # ---- transfers ---------------------------------------------------------------------------------------------
 
 
-def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
-    """Add transfers to the ops: a send right after its op, the receive in the peer's list.
+def goes_down(transfer: Op, rank_of_stage: StagePlacement) -> bool:
+    """Return whether a transfer goes to a higher rank. It is the same for both of its ends.
 
-    Both ends are placed at the time of the send, in an order that a run could have. So any two ranks have
-    their common transfers in the same order, and no legal schedule deadlocks. (A receive right before its use
-    would be simpler, but deadlocks every interleaved schedule on an unbuffered transport.)
+    Transfers down and transfers up are the two lanes of the pipeline: communicators, whose transfers a GPU
+    runs one after the other, in the order in which the rank posted them.
+    """
+    here = rank_of_stage[transfer.stage]
+    there = rank_of_stage[matching_transfer(transfer).stage]
+    return here < there if transfer.kind[0] == "S" else there < here
+
+
+def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
+    """Add transfers to the ops: a send right after its op, a receive before the op that runs on the receiver
+    when the send is ready, if all ops take PLACING_TIMES.
+
+    Posted there, a receive is ready when its send is. Posted earlier, it would block its lane (goes_down) for
+    the sends behind it. Any two ranks list the transfers of a lane in the same order, that in which the
+    sender computes them. check_lanes proves of a list that it cannot block, whatever its ops take.
     Consecutive stages on one rank, at the bottom of a V, need no transfer. Raises ValueError for an
     order that cannot finish.
 
     The end of a send is placed where waiting for it costs nothing: before the first op whose input comes from
     the receiver and was computed after the receiver had used the sent tensor. The last sends have no end op.
     """
+    ends = placing_ends(order, rank_of_stage)
+    receives = receives_by_op(order, rank_of_stage, ends)
     lowered: Order = [[] for _ in order]
     used: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)  # {(sender, receiver): sends}
     ended_before: dict[Op, list[Op]] = {}  # {send: sends that its receiver had finished with by then}
     for rank, (op,) in simulate_order(single_op_steps(order), len(rank_of_stage)):
-        if op.kind == "W":
-            lowered[rank].append(op)
-            continue
-        letter = "F" if op.kind == "F" else "B"
-        step = 1 if op.kind == "F" else -1
-
-        # its input
-        source = op.stage - step
-        if 0 <= source < len(rank_of_stage) and rank_of_stage[source] != rank:
-            arrived = Op("S" + letter, source, op.microbatch)
-            for send in ended_before.pop(arrived):
-                lowered[rank].append(send._replace(kind=END_OF_SEND[send.kind]))
-            used[rank_of_stage[source], rank].append(arrived)
+        lowered[rank] += receives.get(op, [])
+        arrived, send = transfers_of(op, rank_of_stage)
+        if arrived is not None:
+            for before in ended_before.pop(matching_transfer(arrived)):
+                lowered[rank].append(before._replace(kind=END_OF_SEND[before.kind]))
+            source = rank_of_stage[matching_transfer(arrived).stage]
+            used[source, rank].append(matching_transfer(arrived))
         lowered[rank].append(op)
-
-        # its output
-        target = op.stage + step
-        if 0 <= target < len(rank_of_stage) and rank_of_stage[target] != rank:
-            other_rank = rank_of_stage[target]
-            send = Op("S" + letter, op.stage, op.microbatch)
+        if send is not None:
             lowered[rank].append(send)
-            lowered[other_rank].append(Op("R" + letter, target, op.microbatch))
-            ended_before[send] = used.pop((other_rank, rank), [])
+            target = rank_of_stage[matching_transfer(send).stage]
+            ended_before[send] = used.pop((target, rank), [])
     return lowered
+
+
+def transfers_of(op: Op, rank_of_stage: StagePlacement) -> tuple[Op | None, Op | None]:
+    """Return (the receive of an op's input, the send of its output), None where there is no transfer."""
+    if op.kind == "W":
+        return None, None
+    letter, step = ("F", 1) if op.kind == "F" else ("B", -1)
+    rank = rank_of_stage[op.stage]
+
+    def is_elsewhere(stage: int) -> bool:
+        return 0 <= stage < len(rank_of_stage) and rank_of_stage[stage] != rank
+
+    receive = Op(f"R{letter}", op.stage, op.microbatch) if is_elsewhere(op.stage - step) else None
+    send = Op(f"S{letter}", op.stage, op.microbatch) if is_elsewhere(op.stage + step) else None
+    return receive, send
+
+
+def placing_ends(order: Order, rank_of_stage: StagePlacement) -> dict[Op, int]:
+    """Return when each op ends, if ops and transfers take PLACING_TIMES and PLACING_HOP."""
+    end: dict[Op, int] = {}
+    free_at = [0] * len(order)
+    for rank, (op,) in simulate_order(single_op_steps(order), len(rank_of_stage)):
+        start = free_at[rank]
+        for needed in dependencies(op, len(rank_of_stage)):
+            hop = PLACING_HOP if rank_of_stage[needed.stage] != rank else 0
+            start = max(start, end[needed] + hop)
+        end[op] = free_at[rank] = start + PLACING_TIMES[op.kind]
+        if op.kind == "I":  # the stage before waits for this only
+            end[op._replace(kind="B")] = end[op]
+    return end
+
+
+def receives_by_op(
+    order: Order, rank_of_stage: StagePlacement, ends: Mapping[Op, int]
+) -> dict[Op, list[Op]]:
+    """Return {op: the receives right before it}, in the order in which their senders compute them."""
+    ready: list[tuple[int, int, Op]] = []  # (when its send is ready, the receiving rank, receive)
+    for op in chain(*order):
+        _, send = transfers_of(op, rank_of_stage)
+        if send is not None:
+            receive = matching_transfer(send)
+            ready.append((ends[op], rank_of_stage[receive.stage], receive))
+
+    ends_of_rank = [[ends[op] for op in ops] for ops in order]
+    found: defaultdict[Op, list[Op]] = defaultdict(list)
+    for time, rank, receive in sorted(ready):
+        running = bisect_right(ends_of_rank[rank], time)  # the first op that ends later
+        found[order[rank][running]].append(receive)
+    return found
+
+
+def check_lanes(lowered: Order, rank_of_stage: StagePlacement) -> None:
+    """Raise ValueError if the lists can block: a proof for any times, since nothing chooses.
+
+    A rank posts its transfers in order and waits for a receive where an op reads it, and for a send at its
+    end op. A transfer runs once it is the first of its lane on both ranks.
+    """
+    waiting = [deque(ops) for ops in lowered]
+    lanes: defaultdict[tuple[int, bool], deque[Op]] = defaultdict(deque)  # by (rank, goes_down)
+    done: set[Op] = set()  # transfers
+
+    def is_missing(op: Op) -> Op | None:
+        """Return the transfer that an op waits for, or None."""
+        if op.kind in END_OF_SEND.values():
+            needed = op._replace(kind=f"S{op.kind[1]}")
+        else:
+            needed = transfers_of(op, rank_of_stage)[0]
+        return None if needed in done else needed
+
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank, ops in enumerate(waiting):
+            while ops and (ops[0].kind in MATCHING_TRANSFER or is_missing(ops[0]) is None):
+                op = ops.popleft()
+                if op.kind in MATCHING_TRANSFER:
+                    lanes[rank, goes_down(op, rank_of_stage)].append(op)
+                has_moved = True
+        for (_, is_down), queue in list(lanes.items()):
+            while queue:
+                other = matching_transfer(queue[0])
+                opposite = lanes[rank_of_stage[other.stage], is_down]
+                if not opposite or opposite[0] != other:
+                    break
+                done |= {queue.popleft(), opposite.popleft()}
+                has_moved = True
+
+    waits: list[str] = []
+    for rank, ops in enumerate(waiting):
+        if ops:
+            waits.append(f"rank {rank} at {ops[0]} waits for {is_missing(ops[0])}")
+    waits += [f"{queue[0]} is first in a lane of rank {rank}" for (rank, _), queue in lanes.items() if queue]
+    if waits:
+        raise ValueError("deadlock: " + ", ".join(waits))
 
 
 def evaluation_order(rank_of_stage: StagePlacement, microbatches: int) -> Order:
@@ -460,22 +562,6 @@ def matching_transfer(op: Op) -> Op:
     """Return the other end of a transfer."""
     kind, distance = MATCHING_TRANSFER[op.kind]
     return Op(kind, op.stage + distance, op.microbatch)
-
-
-def check_transfers_match(lowered: Order) -> bool:
-    """Return True if the lists finish on the strictest transport.
-
-    It buffers nothing: a rank that has reached a transfer blocks until the peer reaches it too.
-    """
-    queues = [deque(op for op in ops if op.kind in MATCHING_TRANSFER) for ops in lowered]
-    while any(queues):
-        posted = {queue[0] for queue in queues if queue}
-        ready = [queue for queue in queues if queue and matching_transfer(queue[0]) in posted]
-        if not ready:
-            return False
-        for queue in ready:
-            queue.popleft()
-    return True
 
 
 def max_in_flight(ops: list[Op]) -> int:

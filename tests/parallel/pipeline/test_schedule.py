@@ -14,8 +14,8 @@ from parallel.pipeline.schedule import (
     SCHEDULES,
     Op,
     add_transfers,
+    check_lanes,
     check_schedule,
-    check_transfers_match,
     evaluation_order,
     gpipe,
     interleaved,
@@ -55,7 +55,7 @@ def test_transfers_meet(kind):
     for s in every(kind, m_max=20):
         low = add_transfers(s.order, s.rank_of_stage)
         assert [[op for op in ops if op.kind in COMPUTE_KINDS] for ops in low] == s.order
-        assert check_transfers_match(low)
+        check_lanes(low, s.rank_of_stage)
         between = defaultdict(
             list
         )  # (rank, other rank) -> its transfers with that rank, each as its sender's op
@@ -101,16 +101,29 @@ def test_a_send_ends_long_before_the_step_does(kind):
 
 
 class RankStreams:
-    """A rank on a GPU: computation, activations and gradients each in a stream of its own, in order.
+    """A rank on a GPU: computation, transfers down and transfers up each run in order, in a separate stream.
 
-    The end of a send stops the computation until the send has met its receive.
+    A transfer starts after the computation queued before it. The end of a send stops the computation until
+    the send has met its receive.
     """
 
-    def __init__(self, ops):
+    def __init__(self, rank, ops, rank_of_stage):
         self.compute = deque(op for op in ops if op.kind in (*COMPUTE_KINDS, *END_OF_SEND.values()))
-        self.activations = deque(op for op in ops if op.kind in ("SF", "RF"))
-        self.gradients = deque(op for op in ops if op.kind in ("SB", "RB"))
+        self.down, self.up = deque(), deque()
+        self.after = {}  # {transfer: the computation queued before it}
         self.done = set()
+        before = None
+        for op in ops:
+            if op.kind in MATCHING_TRANSFER:
+                other = rank_of_stage[matching_transfer(op).stage]
+                is_down = other > rank if op.kind[0] == "S" else other < rank
+                (self.down if is_down else self.up).append(op)
+                self.after[op] = before
+            elif op.kind in COMPUTE_KINDS:
+                before = op
+
+    def is_reached(self, transfer):
+        return self.after[transfer] is None or self.after[transfer] in self.done
 
     def is_there(self, op):
         """Whether what a computation reads, or a send sends, is on this rank."""
@@ -119,12 +132,12 @@ class RankStreams:
         if op.kind in END_OF_SEND.values():
             return op._replace(kind="S" + op.kind[1]) in self.done
         needed = op._replace(kind="RF" if op.kind == "F" else "RB")
-        return needed in self.done or needed not in (*self.activations, *self.gradients)
+        return needed in self.done or needed not in (*self.down, *self.up)
 
 
-def ends_on_gpus(lowered):
+def ends_on_gpus(lowered, rank_of_stage):
     """Whether all streams end, if a transfer runs when it is the first of its stream at both ends: NCCL."""
-    ranks = [RankStreams(ops) for ops in lowered]
+    ranks = [RankStreams(rank, ops, rank_of_stage) for rank, ops in enumerate(lowered)]
     has_moved = True
     while has_moved:
         has_moved = False
@@ -132,24 +145,26 @@ def ends_on_gpus(lowered):
             while rank.compute and rank.is_there(rank.compute[0]):
                 rank.done.add(rank.compute.popleft())
                 has_moved = True
-        for stream in ("activations", "gradients"):
-            first = {getattr(rank, stream)[0]: rank for rank in ranks if getattr(rank, stream)}
+        for stream in ("down", "up"):
+            queues = [(getattr(rank, stream), rank) for rank in ranks]
+            first = {queue[0]: rank for queue, rank in queues if queue and rank.is_reached(queue[0])}
             for op, rank in first.items():
                 other = first.get(matching_transfer(op))
                 if op.kind[0] == "S" and other is not None and rank.is_there(op):
                     for end in (rank, other):
                         end.done.add(getattr(end, stream).popleft())
                     has_moved = True
-    return not any(rank.compute or rank.activations or rank.gradients for rank in ranks)
+    return not any(rank.compute or rank.down or rank.up for rank in ranks)
 
 
 @pytest.mark.slow(every=6)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_list_ends_where_a_communicator_runs_in_order(kind):
-    """Each transfer is posted alone, activations and gradients in communicators of their own."""
+    """Each transfer is posted alone, those down and those up in separate communicators."""
     lists = list(every(kind, m_max=20))
     for s in lists:
-        assert ends_on_gpus(add_transfers(s.order, s.rank_of_stage)), (s.kind, len(s.order), s.microbatches)
+        lowered = add_transfers(s.order, s.rank_of_stage)
+        assert ends_on_gpus(lowered, s.rank_of_stage), (s.kind, len(s.order), s.microbatches)
     assert len(lists) >= 130
 
 
@@ -184,7 +199,8 @@ def test_an_evaluation_is_complete_ends_everywhere_and_keeps_all_ranks_busy(plac
         last = [op.microbatch for op in order[rank_of_stage[-1]] if op.stage == n_stages - 1]
         assert last == list(range(microbatches))  # losses are added in one order, whatever the placement
         lowered = add_transfers(order, rank_of_stage)
-        assert check_transfers_match(lowered) and ends_on_gpus(lowered)
+        check_lanes(lowered, rank_of_stage)
+        assert ends_on_gpus(lowered, rank_of_stage)
         # the work of a rank, and the way of one microbatch through the others
         assert slots_of(order, n_stages) <= microbatches * (n_stages // ranks) + n_stages - 1
 
@@ -200,12 +216,21 @@ def test_an_evaluation_in_the_order_of_microbatches_would_wait_for_each():
     assert slots_of(evaluation_order(rank_of_stage, 16), 8) <= 16 * 2 + 7
 
 
-def test_that_model_of_gpus_sees_a_cycle():
-    """A rank that waits for a gradient in the stream from which it would send the next one."""
-    low = add_transfers(*(lambda s: (s.order, s.rank_of_stage))(make_schedule("1f1b", 2, 2)))
-    receives = [i for i, op in enumerate(low[0]) if op.kind == "RB"]
-    low[0][receives[0]], low[0][receives[1]] = low[0][receives[1]], low[0][receives[0]]
-    assert not ends_on_gpus(low)
+def crossed_receives():
+    """1F1B on two ranks, where rank 0 receives its first two gradients in the wrong order."""
+    s = make_schedule("1f1b", 2, 2)
+    low = add_transfers(s.order, s.rank_of_stage)
+    first, second = (i for i, op in enumerate(low[0]) if op.kind == "RB")
+    low[0][first], low[0][second] = low[0][second], low[0][first]
+    return low, s.rank_of_stage
+
+
+def test_both_models_of_gpus_see_a_cycle():
+    """A rank that waits for a gradient in the stream from which it would receive the one before."""
+    low, rank_of_stage = crossed_receives()
+    assert not ends_on_gpus(low, rank_of_stage)
+    with pytest.raises(ValueError, match="deadlock: rank 0 at 0B0 waits for 0RB0.*first in a lane of rank 1"):
+        check_lanes(low, rank_of_stage)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +299,8 @@ def test_one_chunk_interleaved_is_1f1b():
     [
         (("zbv", 4, 8), "did you mean zb-v"),
         (("?", 4, 8), "gpipe or 1f1b or"),
-        (("interleaved", 4, 6), "take 4 or 8"),
-        (("interleaved", 4, 3), "take 4$"),
+        (("interleaved", 4, 6), "use 4 or 8"),
+        (("interleaved", 4, 3), "use 4$"),
         (("1f1b", 4, 4, 2), "1f1b has 1 chunk a rank, not 2"),
         (("zb-v", 4, 4, 3), "zb-v has 2 chunks a rank"),
         (("gpipe", 0, 1), "at least 1 rank"),
@@ -367,43 +392,23 @@ def test_any_legal_order_meets():
             assert str(e).startswith("deadlock: rank")
             continue
         legal += 1
-        assert check_transfers_match(add_transfers(s.order, s.rank_of_stage))
+        check_lanes(add_transfers(s.order, s.rank_of_stage), s.rank_of_stage)
     assert 100 < legal < 500
 
 
-def test_meets_refuses_a_crossed_wire():
+def is_refused(lowered, rank_of_stage):
+    try:
+        check_lanes(lowered, rank_of_stage)
+    except ValueError as error:
+        return str(error).startswith("deadlock: ")
+    return False
+
+
+def test_lanes_that_do_not_meet_are_refused():
     a = [Op("F", 0, 0), Op("SF", 0, 0), Op("RB", 0, 0), Op("B", 0, 0)]
     b = [Op("RF", 1, 0), Op("F", 1, 0), Op("B", 1, 0), Op("SB", 1, 0)]
-    assert check_transfers_match([a, b])
-    assert not check_transfers_match([a[:2] + a[3:], b])  # a send that nobody receives
-    assert not check_transfers_match([a, b[:3]])  # a receive that nobody sends
-    a.insert(1, a.pop(2)), a.insert(2, Op("W", 0, 0))
-    assert not check_transfers_match([a, b])  # rank 0 waits for the gradient before it sends the activation
-
-
-def test_why_the_sender_places_the_receive():
-    """Placed right before its use, the receive deadlocks all of these; placed by the sender, none."""
-
-    def naive(order, rank_of_stage):
-        out = []
-        for r, ops in enumerate(order):
-            low = []
-            for op in ops:
-                step = 1 if op.kind == "F" else -1
-                for kind, other in (("R", op.stage - step), ("", None), ("S", op.stage + step)):
-                    if not kind:
-                        low.append(op)
-                    elif 0 <= other < len(rank_of_stage) and rank_of_stage[other] != r:
-                        low.append(Op(kind + op.kind, op.stage, op.microbatch))
-            out.append(low)
-        return out
-
-    grid = [
-        make_schedule("interleaved", p, p * k, v)
-        for p in range(2, 7)
-        for v in range(2, 4)
-        for k in range(1, 4)
-    ]
-    unmatched = [s for s in grid if not check_transfers_match(naive(s.order, s.rank_of_stage))]
-    assert (len(unmatched), len(grid)) == (30, 30)
-    assert all(check_transfers_match(add_transfers(s.order, s.rank_of_stage)) for s in grid)
+    assert not is_refused([a, b], (0, 1))
+    assert is_refused([a[:2] + a[3:], b], (0, 1))  # a send that nobody receives
+    assert is_refused([a, b[:3]], (0, 1))  # a receive that nobody sends
+    early = [Op("F", 0, 0), Op("RB", 0, 0), Op("B", 0, 0), Op("SF", 0, 0)]
+    assert is_refused([early, b], (0, 1))  # rank 0 needs the gradient before it sends the activation
