@@ -217,6 +217,6 @@ ACTIVATIONS = {  # by model.mlp.activation
 }
 
 
-def activation_of(name: str, limit: float | None) -> Activation:
+def get_activation(name: str, limit: float | None) -> Activation:
     """Look up an activation; name and limit are model.mlp.activation and limit."""
     return ACTIVATIONS[name] if limit is None else defined(limited_swiglu(limit), is_gated=True)

@@ -43,15 +43,8 @@ def adamw(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
+    numbers: AdamWStep,
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: Tensor,
-    is_good: Tensor,
     weight_copy: Tensor | None = None,
     element_index: ElementIndex | None = None,
 ) -> None:
@@ -63,16 +56,6 @@ def adamw(
 
     Equals torch.optim.AdamW: bias correction, eps outside of the root, weight decay before the update.
     """
-    numbers = AdamWStep(
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        grad_scale=grad_scale,
-        is_good=is_good,
-    )
     state = param, grad, exp_avg, exp_avg_sq
     if element_index is None and param.device.type == "cpu" and "cpu" not in triton_.DEVICES:
         adamw_cpu(*state, numbers, weight_copy)

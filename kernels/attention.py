@@ -42,11 +42,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import triton_
-from kernels.attention_launch import output_dot_grad, triton_supports_part
+from kernels import attention_libraries, triton_
 from kernels.attention_libraries import Choice, choose_library, library_attention
 from kernels.attention_mask import AttentionMask, MaskLike, make_attention_mask
 from kernels.attention_scores import PLAIN_SCORES, ScoreForm, join_sinks
+from kernels.attention_triton import triton_supports
 from kernels.cpu_products import operands_are_bf16
 from kernels.grad import accumulation_dtype
 from kernels.partial_attention import attention_part, partial_backward
@@ -95,14 +95,16 @@ def attention(
     """
     form = ScoreForm(scale, softcap)
     has_sinks = sinks is not None
-    beyond = beyond_plain(form, has_sinks)
+    beyond = ["a soft cap"] * (softcap is not None) + ["sinks"] * has_sinks  # SDPA lacks them; for messages
     if isinstance(mask, AttentionMask) and mask.is_causal:
         mask = None
 
-    library = choose_library(q, k, v, mask, form, has_sinks) if kind in ("auto", "flash") else None
+    library = None
+    if kind in ("auto", "flash") and q.device.type in attention_libraries.DEVICES:
+        library = choose_library(q, k, v, mask, form, has_sinks)
     supported = {
         "flash": library is not None,
-        "triton": kind == "triton" and triton_supports(q, k, v, mask),
+        "triton": kind == "triton" and triton_attends(q, k, v, mask),
         "sdpa": not beyond,
     }
     if not supported.get(kind, True):
@@ -124,11 +126,6 @@ def attention(
     return out if sinks is None else join_sinks(*out, sinks)
 
 
-def beyond_plain(form: ScoreForm, has_sinks: bool) -> list[str]:
-    """List the features of a call's scores that SDPA lacks, for messages."""
-    return ["a soft cap"] * (form.softcap is not None) + ["sinks"] * has_sinks
-
-
 def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str, beyond: list[str]) -> None:
     dtype = str(q.dtype).removeprefix("torch.")
     with_mask = "" if mask is None else ", with this mask"
@@ -141,7 +138,7 @@ def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str, beyond: 
 def choose_kind(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, library: Choice | None, beyond: list[str]
 ) -> str:
-    """Resolve auto for this call. library comes from choose_library, beyond from beyond_plain."""
+    """Resolve auto for this call. library comes from choose_library; beyond: what SDPA lacks."""
     of_torch = "reference" if beyond else "sdpa"
     runs_on_cpu = q.device.type == "cpu" and "cpu" not in triton_.DEVICES
     if runs_on_cpu and library is None:
@@ -150,7 +147,7 @@ def choose_kind(
         return "flash"
     if mask is None and not beyond and q.dtype in FLASH_DTYPES and sdpa_is_fused(q, k, v):
         return "sdpa"
-    if triton_supports(q, k, v, mask):
+    if triton_attends(q, k, v, mask):
         if q.dtype in FLASH_DTYPES:
             report_slower(q, v, mask, beyond)
         return "triton"
@@ -256,25 +253,9 @@ def attention_reference(
 
 # ---- Triton ------------------------------------------------------------------------------------------------
 
-def triton_supports(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
-    """Whether the Triton kernels support the call."""
-    if mask is None and q.shape[1] != k.shape[1]:
-        return False
-    return triton_supports_part(q, k, v, mask)
-
-
-def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate dq, dk and dv: adjacent in one tensor if their shapes allow it, which the backwards of RoPE
-    and of the merged projection prefer."""
-    same_lengths = q.shape[1] == k.shape[1]
-    same_head_dims = q.shape[-1] == v.shape[-1]
-    if same_lengths and same_head_dims:
-        b, s, _, d = q.shape
-        heads = [x.shape[2] for x in (q, k, v)]
-        dq, dk, dv = q.new_empty(b, s, sum(heads), d).split(heads, 2)
-    else:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
+def triton_attends(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
+    """Whether the Triton kernels support the call. Without a mask they would see later keys, too."""
+    return (mask is not None or q.shape[1] == k.shape[1]) and triton_supports(q, k, v, mask)
 
 
 class _TritonAttention(torch.autograd.Function):
@@ -301,11 +282,10 @@ class _TritonAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        delta = output_dot_grad(out, dout)
+        delta = torch.linalg.vecdot(out.to(lse.dtype), dout.to(lse.dtype))
         if dlse is not None:
             delta = delta - dlse
-        into = empty_gradients(q, k, v)
-        grads = partial_backward(dout, q, k, v, ctx.mask, lse, delta, into, form=ctx.form)
+        grads = partial_backward(dout, q, k, v, ctx.mask, lse, delta, form=ctx.form, dtype=q.dtype)
         return *grads, None, None, None
 
 

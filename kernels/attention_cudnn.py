@@ -22,11 +22,11 @@ from torch import Tensor
 from kernels.attention_mask import DocumentCounts, PackedDocuments
 from kernels.triton_ import power_of_2
 
-OLDEST_CUDNN = 91800  # torch's own cuDNN path for documents requires it
+MIN_CUDNN = 91800  # torch's own cuDNN path for documents requires it
 CUDNN_WITH_EMPTY_DOCUMENTS = 92500
 SHORTEST_BOUND = 256  # tokens: torch refuses bounds up to 128
 MAX_HEAD_DIM = 128  # above it, cuDNN only has backwards for some chips and head dims
-MOST_PADDING = 8  # through torch, the backward pads its fp32 dq to at most this many times the tokens
+MAX_PADDING = 8  # through torch, the backward pads its fp32 dq to at most this many times the tokens
 
 
 def head_dims(d: int, e: int) -> bool:
@@ -48,7 +48,7 @@ def for_few_plans(packed: PackedDocuments) -> PackedDocuments:
 def padding_fits_torch(documents: DocumentCounts, tokens: int) -> bool:
     """Whether the dq buffer of torch's backward is small enough. tokens counts all documents."""
     planned = power_of_2(documents.number) * max(power_of_2(documents.longest), SHORTEST_BOUND)
-    return planned <= MOST_PADDING * tokens
+    return planned <= MAX_PADDING * tokens
 
 
 def has_kept_plans() -> bool:
@@ -65,7 +65,7 @@ def why_not_in_torch() -> str | None:
         return (f"torch {torch.__version__} makes a plan at every call, and its backward may write past "
                 "a buffer; torch 2.14 and the package nvidia-cudnn-frontend do not")
     version = torch.backends.cudnn.version() or 0
-    return f"it needs cuDNN {OLDEST_CUDNN}, and this is {version}" if version < OLDEST_CUDNN else None
+    return f"it needs cuDNN {MIN_CUDNN}, and this is {version}" if version < MIN_CUDNN else None
 
 
 def torch_attention(

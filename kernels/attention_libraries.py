@@ -270,7 +270,7 @@ def usable_libraries(
     has_sinks: bool = False,
 ) -> Iterator[Choice]:
     """Yield all such libraries in order of preference. Each is tried when requested."""
-    kind = kind_of_call(q, k, mask)
+    kind = classify_call(q, k, mask)
     if kind is None or q.device.type not in DEVICES or q.dtype not in DTYPES:
         return
     head_dims = q.shape[-1], v.shape[-1]
@@ -291,7 +291,7 @@ def usable_libraries(
         if function is None:
             continue
         choice = Choice(library, function, is_packed)
-        trial = trial_of(kind.window, form, has_sinks)
+        trial = get_trial(kind.window, form, has_sinks)
         if passes_trial(choice, q.device, q.dtype, head_dims, groups, trial, deterministic):
             yield choice
 
@@ -302,7 +302,7 @@ class CallKind:
     window: bool
 
 
-def kind_of_call(q: Tensor, k: Tensor, mask: MaskLike) -> CallKind | None:
+def classify_call(q: Tensor, k: Tensor, mask: MaskLike) -> CallKind | None:
     """Classify the call that a mask requires. None if no library takes it."""
     if mask is None:
         return CallKind(documents=None, window=False) if q.shape[1] == k.shape[1] else None
@@ -372,7 +372,7 @@ class Trial(NamedTuple):
     has_sinks: bool
 
 
-def trial_of(window: bool, form: ScoreForm, has_sinks: bool) -> Trial:
+def get_trial(window: bool, form: ScoreForm, has_sinks: bool) -> Trial:
     """Return the shared trial of all calls with these options."""
     scale = None if form.scale is None else TRIAL_SCALE
     softcap = None if form.softcap is None else TRIAL_SOFTCAP
@@ -399,7 +399,7 @@ def passes_trial(
             "a soft cap": trial.form.softcap is not None,
             "sinks": trial.has_sinks,
         }
-        listed = "".join(f", {what}" for what, is_asked in asked.items() if is_asked)
+        listed = "".join(f", {what}" for what, is_requested in asked.items() if is_requested)
         print_once(f"attention: {choice.library.name} is installed but not used for head dims "
                    f"{head_dims[0]} and {head_dims[1]}{listed}: {why}")
     return why is None

@@ -374,11 +374,11 @@ def triton_fits(x: Tensor, kind: str, side: int) -> bool:
     """Whether the kernels can quantize x."""
     why = None
     if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
-        why = "fp8 is in chips from sm_89 on"
+        why = "fp8 needs sm_89 or newer"
     elif x.numel() >= 2**31:
         why = f"a tensor of {tuple(x.shape)} is too large"
     elif kind in ("group", "block") and (side & side - 1 or side > BLOCK_SIDE):
-        why = f"blocks of {side} are no power of two up to {BLOCK_SIDE}"
+        why = f"blocks of {side} are not a power of two up to {BLOCK_SIDE}"
     return x.numel() > 0 and kernel_is_available("fp8 quantization", x, why=why)
 
 
@@ -406,24 +406,6 @@ def launch_maxima(x: Tensor) -> Maxima:
         x, rows, columns, m, n, x.stride(0), x.stride(1), ROWS=STRIP, COLUMNS=BLOCK_SIDE, num_warps=8
     )
     return Maxima(rows, columns.amax(1).view(count * n, 1))
-
-
-def empty_maxima(like: Tensor, m: int, n: int, kind: str) -> tuple[Tensor, Tensor | None]:
-    """Allocate maxima for a kernel with one program per strip of STRIP rows of [m, n].
-
-    kind tensor: (one per strip, None). kind row: (one per row, one per column and strip).
-    """
-    strips = ceil_div(m, STRIP)
-    of_rows = like.new_empty(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
-    of_columns = like.new_empty(strips, n, dtype=torch.float32) if kind == "row" else None
-    return of_rows, of_columns
-
-
-def maxima_of_strips(of_rows: Tensor | None, of_columns: Tensor | None) -> Maxima:
-    """Reduce the programs' maxima: over rows, and over the columns in the rows of each program."""
-    if of_columns is None:
-        return Maxima(of_rows, of_rows)
-    return Maxima(of_rows, of_columns.amax(0)[:, None])
 
 
 def launch_quantize(
@@ -455,11 +437,11 @@ def launch_quantize_pair(
 ) -> tuple[Quantized, Quantized]:
     """Run quantize_pair_reference as kernels."""
     if maxima.rows is None:
-        maxima = maxima_of_matrices(x, kind)
+        maxima = find_matrix_maxima(x, kind)
     return launch_cast(x, kind, dtype, side, maxima)
 
 
-def maxima_of_matrices(x: Tensor, kind: str) -> Maxima:
+def find_matrix_maxima(x: Tensor, kind: str) -> Maxima:
     """find_maxima of x [e, m, n]. For kind tensor [e, parts]; of rows and columns [e m, 1] and [e n, 1]."""
     if kind == "row":
         return launch_maxima(x)

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels import fp8
 from kernels.fp8 import Maxima
 from kernels.linear import skewed
-from kernels.tiles import tile_of_program, write_tile
+from kernels.tiles import program_tile, write_tile
 from kernels.triton_ import (
     DTYPES,
     TensorDescriptor,
@@ -157,7 +157,7 @@ def library_returns_fp32(device: torch.device, kind: str, dtype: torch.dtype) ->
     why = obstacle_to_fp32(device, kind, dtype)
     if why is not None:
         print_once(f"weight gradient of {dtype} with scales a {kind}: torch._scaled_mm does not return fp32 "
-                   f"here ({why}); a kernel of our own runs instead, slower")
+                   f"here ({why}); our own kernel runs instead, and is slower")
     return why is None
 
 
@@ -251,7 +251,7 @@ def scaled_kernel(
     GROUP: tl.constexpr,
 ):
     """Compute one tile [M, N] of Y [m, n] = (or, ADD: +=) A B^T. The arguments are those of scaled_tile."""
-    row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
+    row, column = program_tile(m, n, M=M, N=N, GROUP=GROUP)
     total = scaled_tile(
         A, B, A_SCALE, B_SCALE, row, m, column, n, k, a_row, a_step, b_row, b_step,
         BY_STEP=BY_STEP,
@@ -300,7 +300,7 @@ def steps_of(a: QuantizedMatrix, b: QuantizedMatrix) -> Steps:
     )
 
 
-def tile_of(steps: Steps) -> dict[str, int]:
+def get_tile(steps: Steps) -> dict[str, int]:
     """Return the launch parameters."""
     return EACH if steps.BY_STEP and steps.SHARED != TILE["N"] else TILE
 
@@ -317,7 +317,7 @@ def launch_scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, y: Tensor, add
     m, k = a.q.shape
     n = b.q.shape[0]
     steps = steps_of(a, b)
-    tile = tile_of(steps)
+    tile = get_tile(steps)
     tiles = ceil_div(m, tile["M"]) * ceil_div(n, tile["N"])
     scaled_kernel[(tiles,)](
         TensorDescriptor.from_tensor(a.q, [tile["M"], steps.K]),

@@ -140,7 +140,7 @@ def scaled_grouped_kernel(
         tl.store(pointers, total, inside_matrix(rows, columns, end, outer))
 
 
-def tile_of(steps: Steps) -> dict[str, int]:
+def get_tile(steps: Steps) -> dict[str, int]:
     """Return the launch parameters."""
     if steps.BY_STEP:
         return EXACT if steps.SHARED == EXACT["N"] else EACH
@@ -158,7 +158,7 @@ def launch_grouped_product(
     m, k = a.q.shape
     outer = b.q.shape[0] // experts
     steps = steps_of(a, b)
-    tile = tile_of(steps)
+    tile = get_tile(steps)
     assert tile["M"] == grouped_gemm.TILE["M"], "row_tiles divide the rows for both kinds of products"
     most_tiles = (len(rows.tiles) - 1) * ceil_div(outer, tile["N"])
     y = torch.empty(m, outer, dtype=dtype, device=a.q.device)

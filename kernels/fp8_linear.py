@@ -11,10 +11,9 @@ The products are y = x W^T, dx = dy W and dW = dy^T x. The rows of dW's operands
 rowwise scale belongs to a feature over all tokens of the microbatch, a blockwise one to a feature over 128
 tokens.
 
-Scales are computed from the tensor itself, just in time. Its producer may have found the maxima, or may leave
-the tensor to be computed by the casts (kernels/fp8_origin.py). A tensor that is sharded over ranks has the
-scales of the whole tensor: if a scale spans several shards, the ranks exchange their maxima (Fp8Scaling). A
-block never spans shards.
+Scales are computed from the tensor itself, just in time. A tensor that is sharded over ranks has the scales
+of the whole tensor: if a scale spans several shards, the ranks exchange their maxima (Fp8Scaling). A block
+never spans shards.
 
 Each of the three matrices is an operand of two products, along its rows in one and along its columns in the
 other, and is quantized for both from one read. x: the columns are saved for the backward, in 8 bits. If x is
@@ -23,30 +22,24 @@ W: once, until its values change (kernels/fp8_weight.py).
 """
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.fp8 import E4M3, E5M2, Maxima, find_maxima
-from kernels.fp8_formula import (
-    maxima_of,
-    quantize_origin,
-    quantize_origin_pair,
-    quantize_transposed_origin,
-    written,
-)
 from kernels.fp8_gemm import (
     QuantizedMatrix,
     QuantizedPair,
     Recipe,
+    quantize_operand,
     quantize_operand_pair,
     scaled_product,
     write_scaled_product,
 )
-from kernels.fp8_origin import Origin, Reader, origin_of
 from kernels.fp8_weight import WeightsTogether, kept_maxima, quantize_once
 from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
-from kernels.linear import LinearRegion, RecomputeFunction, recompute_input, source_of, start_reduce_grads
+from kernels.linear import LinearRegion, RecomputeFunction, get_source, recompute_input, start_reduce_grads
 
 RECIPES = {
     "tensorwise": Recipe("tensor", "tensor", E5M2),
@@ -55,6 +48,35 @@ RECIPES = {
 }
 # replaces the maxima in place by those over the ranks that hold the other shards
 Share = Callable[[Tensor], object]
+
+
+class Casts(NamedTuple):
+    """How x and dy are quantized. kernels/unproven/fp8_formula.py has other casts, of another Matrix.
+
+    matrix(x [..., n]) is a Matrix [t, n]. The others take one: find_maxima and quantize_pair are as in
+    kernels/fp8.py, quantize and quantize_transposed return one of the pair.
+    """
+    matrix: Callable[[Tensor], Any]
+    find_maxima: Callable[..., Maxima]
+    quantize: Callable[..., QuantizedMatrix]
+    quantize_transposed: Callable[..., QuantizedMatrix]
+    quantize_pair: Callable[..., QuantizedPair]
+
+
+def matrix_of(x: Tensor) -> Tensor:
+    """x [..., n] -> [t, n]."""
+    return x.flatten(0, -2)
+
+
+def quantize_transposed(
+    x: Tensor, kind: str, dtype: torch.dtype, side: int, largest: Tensor | None
+) -> QuantizedMatrix:
+    """x [t, n] -> the quantized [n, t]."""
+    return quantize_operand(x.t(), kind, dtype, side, largest)
+
+
+CASTS = Casts(matrix_of, find_maxima, quantize_operand, quantize_transposed, quantize_operand_pair)
+Matrix = Any  # of a Casts; with CASTS a Tensor [t, n]
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,7 @@ class Fp8Scaling:
     tokens: Share | None = None
     all_parts: Share | None = None
     together: WeightsTogether | None = None
+    casts: Casts = CASTS
 
     @property
     def activation_kind(self) -> str:
@@ -83,39 +106,46 @@ class Fp8Scaling:
     def gradient_dtype(self) -> torch.dtype:
         return RECIPES[self.recipe].gradient_dtype
 
-    @property
-    def reader(self) -> Reader:
-        """Return the Reader for the producers of x and dy."""
-        return Reader(self.activation_kind, self.side)
-
-    def input_maxima(self, x: Origin, *, both: bool) -> Maxima:
+    def input_maxima(self, x: Matrix, *, both: bool) -> Maxima:
         """Return the maxima of x [t, n]; with both, also along the tokens."""
+        kind = self.activation_kind
+        if kind == "row" and not both and self.ins is None:
+            return Maxima()  # the cast reads whole rows and finds the maxima itself
         return shared_maxima(
-            x, self.activation_kind, rows=self.tokens, columns=self.ins, all_parts=self.all_parts, both=both
+            self.casts.find_maxima(x, kind, both=both), kind,
+            rows=self.tokens,
+            columns=self.ins,
+            all_parts=self.all_parts,
+            both=both,
         )
 
-    def gradient_maxima(self, dy: Origin) -> Maxima:
+    def gradient_maxima(self, dy: Matrix) -> Maxima:
         """Return the maxima of dy [t, m]."""
+        kind = self.activation_kind
         return shared_maxima(
-            dy, self.activation_kind, rows=self.tokens, columns=self.outs, all_parts=self.all_parts, both=True
+            self.casts.find_maxima(dy, kind, both=True), kind,
+            rows=self.tokens,
+            columns=self.outs,
+            all_parts=self.all_parts,
+            both=True,
         )
 
-    def inputs(self, x: Origin, maxima: Maxima) -> QuantizedMatrix:
+    def inputs(self, x: Matrix, maxima: Maxima) -> QuantizedMatrix:
         """Quantize x [t, n] for y only."""
-        return quantize_origin(x, self.activation_kind, E4M3, self.side, maxima.rows)
+        return self.casts.quantize(x, self.activation_kind, E4M3, self.side, maxima.rows)
 
-    def inputs_by_token(self, x: Origin, maxima: Maxima) -> QuantizedMatrix:
+    def inputs_by_token(self, x: Matrix, maxima: Maxima) -> QuantizedMatrix:
         """Quantize x [t, n] -> its transpose [n, t], for dW only."""
-        return quantize_transposed_origin(x, self.activation_kind, E4M3, self.side, maxima.columns)
+        return self.casts.quantize_transposed(x, self.activation_kind, E4M3, self.side, maxima.columns)
 
-    def inputs_in_both(self, x: Origin, maxima: Maxima) -> QuantizedPair:
+    def inputs_in_both(self, x: Matrix, maxima: Maxima) -> QuantizedPair:
         """Quantize x [t, n] for y, and its transpose for dW."""
-        return quantize_origin_pair(x, self.activation_kind, E4M3, self.side, maxima)
+        return self.casts.quantize_pair(x, self.activation_kind, E4M3, self.side, maxima)
 
-    def gradient_in_both(self, dy: Origin) -> QuantizedPair:
+    def gradient_in_both(self, dy: Matrix) -> QuantizedPair:
         """Quantize dy [t, m] for dx, and its transpose for dW."""
         maxima = self.gradient_maxima(dy)
-        return quantize_origin_pair(dy, self.activation_kind, self.gradient_dtype, self.side, maxima)
+        return self.casts.quantize_pair(dy, self.activation_kind, self.gradient_dtype, self.side, maxima)
 
     def weight(self, w: Tensor) -> QuantizedPair:
         """Quantize w [m, n] for y, and its transpose for dx; cached until its values change."""
@@ -133,7 +163,8 @@ class Fp8Scaling:
             kept = kept_maxima(w)
             if kept is not None:
                 return kept
-        return shared_maxima(origin_of(w), kind, rows=self.outs, columns=self.ins, both=True)
+        maxima = find_maxima(w, kind, both=True)
+        return shared_maxima(maxima, kind, rows=self.outs, columns=self.ins, both=True)
 
 
 def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Tensor]:
@@ -150,7 +181,7 @@ def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Ten
 
 
 def shared_maxima(
-    x: Origin,
+    maxima: Maxima,
     kind: str,
     *,
     rows: Share | None,
@@ -158,15 +189,12 @@ def shared_maxima(
     all_parts: Share | None = None,
     both: bool,
 ) -> Maxima:
-    """Return maxima_of x [m, n] over all ranks that hold parts of it.
+    """Return the maxima of x [m, n] over all ranks that hold parts of it, from those of this rank's part.
 
     rows and columns are set if other ranks hold other rows, or other columns. A row spans the ranks with
     other columns, and vice versa. all_parts covers both in one exchange. both: include those of the
     transpose.
     """
-    if x.is_written and kind == "row" and not both and columns is None:
-        return Maxima()  # the cast reads whole rows and finds the maxima itself
-    maxima = maxima_of(x, kind, both=both)
     if kind == "tensor" and maxima.rows is not None:
         spanned = [share for share in (rows, columns) if share is not None]
         if len(spanned) == 2 and all_parts is not None:
@@ -191,7 +219,7 @@ def scaled_linear(
     scaling: Fp8Scaling,
 ) -> Tensor:
     """Like linear in kernels/linear.py: x [..., n], weight [m, n], bias [m] -> [..., m]."""
-    function, args = source_of(x)
+    function, args = get_source(x)
     return _ScaledLinear.apply(x, weight, bias, region, scaling, torch.is_grad_enabled(), function, *args)
 
 
@@ -209,13 +237,13 @@ class _ScaledLinear(torch.autograd.Function):
         *args: Tensor,
     ) -> Tensor:
         gathered = x if region is None else region.enter(x)
-        origin = origin_of(gathered)  # of [t, n]
-        maxima = scaling.input_maxima(origin, both=grad_enabled)
+        matrix = scaling.casts.matrix(gathered)  # [t, n]
+        maxima = scaling.input_maxima(matrix, both=grad_enabled)
         if grad_enabled and function is None:
-            quantized_x, by_token = scaling.inputs_in_both(origin, maxima)
+            quantized_x, by_token = scaling.inputs_in_both(matrix, maxima)
             ctx.save_for_backward(by_token.q, by_token.scale)
         else:
-            quantized_x = scaling.inputs(origin, maxima)
+            quantized_x = scaling.inputs(matrix, maxima)
             ctx.save_for_backward(maxima.columns, *args)
         quantized_weight = scaling.weight(weight)
         y = scaled_product(quantized_x, quantized_weight.ahead, x.dtype).view(*gathered.shape[:-1], -1)
@@ -229,13 +257,13 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         scaling = ctx.scaling
-        origin = origin_of(dy)  # of [t, m]
+        matrix = scaling.casts.matrix(dy)  # [t, m]
 
         # exchanges with other ranks overlap with the GEMMs
         wait_x: Callable[[], Tensor] | None = None
         if ctx.function is not None:
             wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors[1:])
-        quantized_dy, dy_by_token = scaling.gradient_in_both(origin)
+        quantized_dy, dy_by_token = scaling.gradient_in_both(matrix)
         dx = None
         if ctx.needs_input_grad[0]:
             transposed_weight = scaling.weight(ctx.weight).back
@@ -244,7 +272,7 @@ class _ScaledLinear(torch.autograd.Function):
 
         if wait_x is not None:
             maxima = Maxima(columns=ctx.saved_tensors[0])
-            x_by_token = scaling.inputs_by_token(origin_of(wait_x()), maxima)
+            x_by_token = scaling.inputs_by_token(scaling.casts.matrix(wait_x()), maxima)
         else:
             q, scale = ctx.saved_tensors
             x_by_token = QuantizedMatrix(q, scale, scaling.activation_kind, scaling.side)
@@ -256,6 +284,6 @@ class _ScaledLinear(torch.autograd.Function):
         dw = accumulate_grad(ctx.weight, write_wgrad)
         db = None
         if ctx.bias is not None:
-            flat_dy = written(origin)  # [t, m]
+            flat_dy = matrix_of(dy)  # [t, m]
             db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
         return wait_dx(), dw, db, *[None] * (len(ctx.needs_input_grad) - 3)

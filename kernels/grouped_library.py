@@ -40,8 +40,8 @@ def library_multiplies(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     why = obstacle_to_library(device, dtype)
     if why is not None:
-        print_once(f"grouped products in {dtype}: torch._grouped_mm does not work here ({why}); a kernel of "
-                   "our own runs instead, which may be slower")
+        print_once(f"grouped products in {dtype}: torch._grouped_mm does not work here ({why}); our own "
+                   "kernel runs instead, which may be slower")
     return why is None
 
 

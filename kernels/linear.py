@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import Compute, accumulate_grad, accumulate_summed_grad, accumulation_dtype, write_or_add
-from kernels.tiles import tile_of_program, write_tile
+from kernels.tiles import program_tile, write_tile
 from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, print_once, tl, triton
 
 BLOCK = 1 << 20  # elements of a weight gradient that a CPU computes and adds while they are in cache
@@ -65,8 +65,10 @@ def linear(
     The weight may have another dtype: a router in fp32 reads weights of a lower one.
     region exchanges x and its gradient with other ranks, if given.
     """
-    function, args = source_of(x)
-    return _Linear.apply(x, weight, bias, region, function, *args)
+    if region is None and not hasattr(x, "source"):
+        return _Linear.apply(x, weight, bias)
+    function, args = get_source(x)
+    return _LinearInRegion.apply(x, weight, bias, region, function, *args)
 
 
 def linear_out_of_region(x: Tensor, weight: Tensor, region: LinearRegion) -> Tensor:
@@ -74,7 +76,7 @@ def linear_out_of_region(x: Tensor, weight: Tensor, region: LinearRegion) -> Ten
 
     x and weight are sharded along the contracted features.
     """
-    function, args = source_of(x)
+    function, args = get_source(x)
     return _LinearOutOfRegion.apply(x, weight, region, function, *args)
 
 
@@ -90,7 +92,7 @@ def linear_of_several(
     rows selects the rows of each weight (and bias); the gradient of the others is zero.
     region: see linear.
     """
-    function, args = source_of(x)
+    function, args = get_source(x)
     return _Linears.apply(x, region, function, rows, *weights, *biases, *args)
 
 
@@ -103,7 +105,7 @@ def recompute_output(y: Tensor, function: RecomputeFunction, *args: Tensor) -> T
     return y
 
 
-def source_of(x: Tensor) -> tuple[RecomputeFunction | None, tuple[Tensor, ...]]:
+def get_source(x: Tensor) -> tuple[RecomputeFunction | None, tuple[Tensor, ...]]:
     """Return the source of a tensor returned by recompute_output; (None, ()) for any other."""
     return getattr(x, "source", (None, ()))
 
@@ -129,10 +131,15 @@ def write_wgrad(into: Tensor | None, dy: Tensor, x: Tensor, add: bool) -> Tensor
     """
     if into is None:
         return dy.t() @ x
-    if into.dtype == dy.dtype:
-        if add:
-            return into.addmm_(dy.t(), x)
-        return torch.mm(dy.t(), x, out=into)
+    if into.dtype != dy.dtype:
+        return write_wide_wgrad(into, dy, x, add)
+    if add:
+        return into.addmm_(dy.t(), x)
+    return torch.mm(dy.t(), x, out=into)
+
+
+def write_wide_wgrad(into: Tensor, dy: Tensor, x: Tensor, add: bool) -> Tensor:
+    """Run write_wgrad for dy and x in a narrower dtype than that of `into`."""
     if library_adds_in_fp32(dy.device, dy.dtype) and into.dtype == torch.float32:
         return write_by_library(into, dy, x, add)
     if triton_fits(into, dy, x):
@@ -167,8 +174,8 @@ def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     why = obstacle_to_library(device, dtype)
     if why is not None:
-        print_once(f"weight gradient in {dtype}: torch.addmm does not add to fp32 here ({why}); a kernel of "
-                   "our own runs instead, or else a product that is rounded before it is added")
+        print_once(f"weight gradient in {dtype}: torch.addmm does not add to fp32 here ({why}); our own "
+                   "kernel runs instead, or else a product that is rounded before it is added")
     return why is None
 
 
@@ -204,7 +211,7 @@ def wgrad_kernel(
 
     DY and X are descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N].
     """
-    row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
+    row, column = program_tile(m, n, M=M, N=N, GROUP=GROUP)
     total = tl.zeros((M, N), tl.float32)
     for token in range(0, t, K):  # out of bounds, a load returns 0
         dy = DY.load([token, row])  # [K, M]
@@ -221,7 +228,7 @@ def wgrad_kernel(
 def skewed(*tensors: Tensor) -> str | None:
     """Return why the copy engine cannot read one of these matrices, or None if it can."""
     if chip_name(tensors[0].device) < 9:
-        return "a copy engine (TMA) is in chips from Hopper on"
+        return "TMA needs Hopper or newer"
     for tensor in tensors:
         row_bytes = tensor.stride(-2) * tensor.itemsize
         if tensor.stride(-1) != 1 or row_bytes % ALIGNED or tensor.data_ptr() % ALIGNED:
@@ -257,6 +264,39 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, add: bool) -> Tensor:
 # ---- autograd --------------------------------------------------------------------------------------------
 
 class _Linear(torch.autograd.Function):
+    """A linear whose input and output are on this rank."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
+        return F.linear(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, *weight_grads(ctx.weight, ctx.bias, dy, x)
+
+
+def weight_grads(
+    weight: Tensor, bias: Tensor | None, dy: Tensor, x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Accumulate the gradients of weight and bias, given dy [..., m] and the GEMM's input x [..., n].
+
+    Returns accumulate_grad's results.
+    """
+    flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
+    flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
+    dw = accumulate_grad(weight, lambda into, add: write_wgrad(into, flat_dy, flat_x, add))
+    if bias is None:
+        return dw, None
+    return dw, accumulate_summed_grad(bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
+
+
+class _LinearInRegion(torch.autograd.Function):
+    """A linear that exchanges its input with other ranks, or recomputes it in the backward."""
+
     @staticmethod
     def forward(
         ctx,
@@ -285,13 +325,7 @@ class _Linear(torch.autograd.Function):
         dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         wait_dx = start_reduce_grads(ctx.region, dx)
 
-        x = wait_x()
-        flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
-        flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
-        dw = accumulate_grad(ctx.weight, lambda into, add: write_wgrad(into, flat_dy, flat_x, add))
-        db = None
-        if ctx.bias is not None:
-            db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
+        dw, db = weight_grads(ctx.weight, ctx.bias, dy, wait_x())
         return wait_dx(), dw, db, None, None, *[None] * ctx.num_args
 
 

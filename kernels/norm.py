@@ -1,18 +1,14 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), each with an optional residual add in front.
 
-norm(x, weight) normalizes x over its last dim. With `residual` it returns (norm(x + residual), x + residual),
-so the sum is read once; the backward adds the gradient of the sum in the same pass.
+add_norm normalizes x + residual over the last dim, and returns the sum, too. The sum is read once, and the
+backward adds its gradient in the same pass.
 
 Statistics are in fp32 or better. On a GPU each direction is one pass over memory: each program sums the
 weight's gradient over its rows, and a second sum over the programs has a fixed order.
 """
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kernels.fp8 import maxima_of_strips
-from kernels.fp8_origin import Origin, Reader, unwritten, with_maxima
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.jit import jit
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
@@ -25,64 +21,29 @@ MAX_ROW = 1 << 15  # a row must fit the registers of one program
 PROGRAMS = 4  # programs of the backward per multiprocessor: enough loads in flight, few partial sums
 
 
-class Fp8Readers(NamedTuple):
-    """FP8 consumers of a norm. of_result is the sole consumer of its result, which is left to that linear
-    (kernels/fp8_origin.py). of_gradient reads the gradient of its input."""
-    of_result: Reader | None = None
-    of_gradient: Reader | None = None
-
-
-NO_READERS = Fp8Readers()
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, compiled: bool = False, readers: Fp8Readers = NO_READERS
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """x [..., d], weight [d] -> [..., d]."""
-    return _Norm.apply(x, None, weight, None, eps, compiled, readers)[0]
+    return add_norm(x, None, weight, None, eps, compiled)[0]
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    compiled: bool = False,
-    readers: Fp8Readers = NO_READERS,
-) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual). x and residual [..., d], weight [d].
-
-    Without a residual, return (rms_norm(x), x).
-    """
-    return _Norm.apply(x, residual, weight, None, eps, compiled, readers)
-
-
-def layer_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    compiled: bool = False,
-    readers: Fp8Readers = NO_READERS,
-) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """x [..., d], weight and bias [d] -> [..., d]."""
-    return _Norm.apply(x, None, weight, bias, eps, compiled, readers)[0]
+    return add_norm(x, None, weight, bias, eps, compiled)[0]
 
 
-def add_layer_norm(
+def add_norm(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float,
     compiled: bool = False,
-    readers: Fp8Readers = NO_READERS,
 ) -> tuple[Tensor, Tensor]:
-    """Return (layer_norm(x + residual), x + residual). x and residual [..., d], weight and bias [d].
+    """Return (norm(x + residual), x + residual), or (norm(x), x) without a residual.
 
-    Without a residual, return (layer_norm(x), x).
+    LayerNorm, or RMSNorm if bias is None. x and residual [..., d], weight and bias [d].
     """
-    return _Norm.apply(x, residual, weight, bias, eps, compiled, readers)
+    return _Norm.apply(x, residual, weight, bias, eps, compiled)
 
 
 # ---- reference ---------------------------------------------------------------------------------------------
@@ -203,57 +164,6 @@ def forward_kernel(
 
 
 @triton.jit
-def unwritten_kernel(
-    X, RESIDUAL, WEIGHT, BIAS, TOTAL, SCALE, MEAN, OF_ROWS, OF_COLUMNS, n, d, eps,
-    KIND: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    LAYER: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Run forward_kernel on every num_programs-th tile of ROWS rows, writing max |Y| instead of Y.
-
-    KIND is that of the scales of Y, see store_maxima; a group's maxima are found by the cast.
-    """
-    columns = tl.arange(0, BLOCK)
-    largest = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
-        rows = first + tl.arange(0, ROWS)
-        inside = inside_matrix(rows, columns, n, d)
-        offsets = tile_offsets(rows, columns, d)
-
-        x = add_rows(X, RESIDUAL, TOTAL, offsets, inside, HAS_RESIDUAL=HAS_RESIDUAL)  # [ROWS, BLOCK]
-        mean, scale = row_statistics(x, inside, d, eps, LAYER=LAYER)
-        tl.store(SCALE + rows, scale, rows < n)
-        if LAYER:
-            tl.store(MEAN + rows, mean, rows < n)
-        if KIND != "group":
-            y = normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER=LAYER)
-            largest = add_maxima(largest, y.to(X.dtype.element_ty), OF_ROWS, rows, inside, n, KIND=KIND)
-    store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND=KIND)
-
-
-@triton.jit
-def add_maxima(largest, y, OF_ROWS, rows, inside, n, KIND: tl.constexpr):
-    """Update `largest` with the rows y [ROWS, BLOCK], rounded as in memory. Row maxima go to OF_ROWS."""
-    size = tl.where(inside, tl.abs(y.to(tl.float32)), 0.0)
-    if KIND == "row":
-        tl.store(OF_ROWS + rows, tl.max(size, 1), rows < n)
-    return tl.maximum(largest, size)
-
-
-@triton.jit
-def store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND: tl.constexpr):
-    """Store a program's maxima: one number in OF_ROWS [programs] (tensor), or one per column in OF_COLUMNS
-    [programs, d] (row)."""
-    program = tl.program_id(0).to(tl.int64)
-    if KIND == "tensor":
-        tl.store(OF_ROWS + program, tl.max(tl.max(largest, 1), 0))
-    if KIND == "row":
-        tl.store(OF_COLUMNS + program * d + columns, tl.max(largest, 0), columns < d)
-
-
-@triton.jit
 def input_gradient(dx_hat, x_hat, scale, d, LAYER: tl.constexpr):
     """Return dx [ROWS, BLOCK] of some rows of d elements each.
 
@@ -269,21 +179,19 @@ def input_gradient(dx_hat, x_hat, scale, d, LAYER: tl.constexpr):
 
 @triton.jit
 def backward_kernel(
-    DY, DRESIDUAL, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, OF_ROWS, OF_COLUMNS, n, d,
-    KIND: tl.constexpr,
+    DY, DRESIDUAL, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, n, d,
     HAS_RESIDUAL: tl.constexpr,
     LAYER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Process every num_programs-th tile of ROWS rows: DX, and one program's share of DWEIGHT and DBIAS
-    [programs, d]. KIND: also max |DX| as in store_maxima; None to skip it."""
+    [programs, d]."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     weight = load_fp32(WEIGHT + columns, columns < d)[None, :]
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
-    largest = tl.zeros((ROWS, BLOCK), tl.float32)
 
     for first in range(program * ROWS, n, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
@@ -306,18 +214,13 @@ def backward_kernel(
         dx = input_gradient(dx_hat, x_hat, scale, d, LAYER=LAYER)
         if HAS_RESIDUAL:
             dx += load_fp32(DRESIDUAL + offsets, inside)
-        dx = dx.to(DX.dtype.element_ty)
         tl.store(DX + offsets, dx, inside)
-        if KIND is not None:
-            largest = add_maxima(largest, dx, OF_ROWS, rows, inside, n, KIND=KIND)
 
     # this program's row of the partial sums
     offsets = program.to(tl.int64) * d + columns
     tl.store(DWEIGHT + offsets, tl.sum(dweight, 0), columns < d)
     if LAYER:
         tl.store(DBIAS + offsets, tl.sum(dbias, 0), columns < d)
-    if KIND is not None:
-        store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND=KIND)
 
 
 def launch_meta(d: int, per_warp: int) -> dict[str, int]:
@@ -354,54 +257,6 @@ def launch_forward(
     return y.view(shape), total, scale, mean
 
 
-def launch_unwritten(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    kind: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Run launch_forward with y left to the fp8 linear that reads it. kind is that of the linear's scales."""
-    shape = x.shape
-    d = shape[-1]
-    n = x.numel() // d
-    x = x.contiguous()
-    total = x
-    if residual is not None:
-        residual = residual.contiguous()
-        total = torch.empty_like(x)
-    scale = x.new_empty(n, dtype=torch.float32)
-    mean = None if bias is None else torch.empty_like(scale)
-
-    meta = launch_meta(d, FORWARD_PER_WARP)
-    programs = min(PROGRAMS * num_processors(x.device), ceil_div(n, meta["ROWS"]))
-    of_rows, of_columns = empty_maxima_of_programs(x, kind, programs)
-    unwritten_kernel[(programs,)](
-        x, residual, weight, bias, total, scale, mean, of_rows, of_columns, n, d, eps,
-        KIND=kind,
-        HAS_RESIDUAL=residual is not None,
-        LAYER=bias is not None,
-        **meta,
-    )
-    maxima = maxima_of_strips(of_rows, of_columns)
-    origin = Origin("norm", (n, d), (total, weight, bias, scale, mean), kind, maxima)
-    return unwritten(origin, shape, like=x), total, scale, mean
-
-
-def empty_maxima_of_programs(
-    x: Tensor, kind: str | None, programs: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate what store_maxima and add_maxima write for matrices like x [..., d]: of rows, of columns."""
-    d = x.shape[-1]
-    if kind == "tensor":
-        return x.new_empty(programs, dtype=torch.float32), None
-    if kind == "row":
-        rows = x.new_empty(x.numel() // d, 1, dtype=torch.float32)
-        return rows, x.new_empty(programs, d, dtype=torch.float32)
-    return None, None
-
-
 def launch_backward(
     dy: Tensor,
     dresidual: Tensor | None,
@@ -409,12 +264,8 @@ def launch_backward(
     weight: Tensor,
     scale: Tensor,
     mean: Tensor | None,
-    kind: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run norm_backward as one kernel, and the sums over its programs.
-
-    kind is that of the scales of an fp8 linear that may read dx; dx has its maxima then.
-    """
+    """Run norm_backward as one kernel, and the sums over its programs."""
     d = x.shape[-1]
     n = x.numel() // d
     dy = dy.contiguous()
@@ -426,16 +277,12 @@ def launch_backward(
     dx = torch.empty_like(x)
     dweight = scale.new_empty(programs, d)
     dbias = None if mean is None else torch.empty_like(dweight)
-    of_rows, of_columns = empty_maxima_of_programs(x, kind, programs)
     backward_kernel[(programs,)](
-        dy, dresidual, x, weight, scale, mean, dx, dweight, dbias, of_rows, of_columns, n, d,
-        KIND=None if of_rows is None else kind,
+        dy, dresidual, x, weight, scale, mean, dx, dweight, dbias, n, d,
         HAS_RESIDUAL=dresidual is not None,
         LAYER=mean is not None,
         **meta,
     )
-    if kind is not None and of_rows is not None:
-        dx = with_maxima(dx, kind, maxima_of_strips(of_rows, of_columns))
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
 
@@ -460,15 +307,10 @@ class _Norm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         compiled: bool,
-        readers: Fp8Readers,
     ) -> tuple[Tensor, Tensor]:
         ctx.triton = triton_supports(x, residual, weight, bias)
-        reader, ctx.gradient_reader = readers
-        if ctx.triton and reader is not None and reader.takes(x, weight, bias):
-            y, total, scale, mean = launch_unwritten(x, residual, weight, bias, eps, reader.kind)
-        else:
-            forward = launch_forward if ctx.triton else jit(norm_forward, compiled)
-            y, total, scale, mean = forward(x, residual, weight, bias, eps)
+        forward = launch_forward if ctx.triton else jit(norm_forward, compiled)
+        y, total, scale, mean = forward(x, residual, weight, bias, eps)
 
         ctx.save_for_backward(total, scale, mean)
         ctx.weight = weight
@@ -482,15 +324,11 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dy: Tensor | None, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
         x, scale, mean = ctx.saved_tensors
         if dy is None:  # y is unused
-            return dresidual, dresidual if ctx.has_residual else None, None, None, None, None, None
+            return dresidual, dresidual if ctx.has_residual else None, None, None, None, None
 
-        if ctx.triton:
-            kind = None if ctx.gradient_reader is None else ctx.gradient_reader.kind
-            dx, dweight, dbias = launch_backward(dy, dresidual, x, ctx.weight, scale, mean, kind)
-        else:
-            backward = jit(norm_backward, ctx.compiled)
-            dx, dweight, dbias = backward(dy, dresidual, x, ctx.weight, scale, mean)
+        backward = launch_backward if ctx.triton else jit(norm_backward, ctx.compiled)
+        dx, dweight, dbias = backward(dy, dresidual, x, ctx.weight, scale, mean)
         dweight = accumulate_summed_grad(ctx.weight, dweight)
         if dbias is not None:
             dbias = accumulate_summed_grad(ctx.bias, dbias)
-        return dx, dx if ctx.has_residual else None, dweight, dbias, None, None, None
+        return dx, dx if ctx.has_residual else None, dweight, dbias, None, None

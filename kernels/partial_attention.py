@@ -9,9 +9,7 @@ With the merged lse, the true probabilities of a part are exp(scores - lse), ind
 delta is <dout, out>. Everything is in fp32 or better, because sums over parts must not be rounded in between.
 Processing one tile of queries at a time bounds the memory.
 
-On a GPU the same functions are Triton kernels (kernels/attention_forward.py, attention_backward.py). Each
-program owns its outputs. So it needs no atomics, and the gradients are bitwise reproducible. Programs skip
-blocks that no query sees, and mask only blocks that contain a boundary (kernels/attention_blocks.py).
+On a GPU both halves are Triton kernels (kernels/attention_triton.py), whose gradients repeat bit for bit.
 """
 import math
 from collections.abc import Iterator
@@ -19,11 +17,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.attention_launch import launch_backward, launch_forward, launch_merge, triton_supports_part
 from kernels.attention_mask import AttentionMask, MaskLike
 from kernels.attention_scores import PLAIN_SCORES, ScoreForm
-from kernels.grad import accumulation_dtype
-from kernels.triton_ import kernel_is_available
+from kernels.attention_triton import launch_backward, launch_forward, triton_supports
+from kernels.grad import accumulation_dtype, write_or_add
 
 TILE = 512  # queries whose scores exist together, without Triton
 
@@ -43,8 +40,8 @@ def attention_part(
     Returns out [b, s_q, h, e], in `dtype` (by default fp32 or better), and lse [b, s_q, h]. A query that sees
     no key has out 0 and lse -inf.
     """
-    if triton_supports_part(q, k, v, mask):
-        assert not isinstance(mask, Tensor)  # triton_supports_part rejects a dense mask
+    if triton_supports(q, k, v, mask):
+        assert not isinstance(mask, Tensor)  # triton_supports rejects a dense mask
         return launch_forward(q, k, v, mask, dtype or torch.float32, form)
     out, lse = partial_reference(q, k, v, dense(mask), form)
     return out.to(dtype or out.dtype), lse
@@ -55,9 +52,6 @@ def merge_partial(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) ->
 
     out, other [b, s_q, h, e]; lse, other_lse [b, s_q, h].
     """
-    is_fp32 = out.dtype == other.dtype == torch.float32 and out.stride(-1) == other.stride(-1) == 1
-    if is_fp32 and out.numel() and kernel_is_available("merge of attention", out, lse, other, other_lse):
-        return launch_merge(out, lse, other, other_lse)
     both = torch.logaddexp(lse, other_lse)
     share = torch.exp(lse - both)[..., None]
     other_share = torch.exp(other_lse - both)[..., None]
@@ -76,25 +70,27 @@ def partial_backward(
     into: tuple[Tensor, Tensor, Tensor] | None = None,
     add: bool = False,
     form: ScoreForm = PLAIN_SCORES,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this part's share of dq, and dk and dv of its keys: in fp32 or better, or written to `into`.
+    """Return this part's share of dq, and dk and dv of its keys: in `dtype` (by default fp32 or better), or
+    written to `into`.
 
     dout [b, s_q, h, e]; lse and delta [b, s_q, h], merged over all parts. With add, accumulate onto `into`,
     which is in fp32 or better. The rest is as for attention_part. Raises ValueError if `into` is missing.
     """
     if add and into is None:
         raise ValueError("partial_backward: add needs `into`, the tensors to add to")
-    if triton_supports_part(q, k, v, mask):
-        assert not isinstance(mask, Tensor)  # triton_supports_part rejects a dense mask
-        return launch_backward(dout, q, k, v, mask, lse, delta, into, add, form)
-    grads = partial_backward_reference(dout, q, k, v, dense(mask), lse, delta, form)
+    if triton_supports(q, k, v, mask):
+        assert not isinstance(mask, Tensor)  # triton_supports rejects a dense mask
+        grads = launch_backward(dout, q, k, v, mask, lse, delta, dtype or torch.float32, form)
+    else:
+        exact = partial_backward_reference(dout, q, k, v, dense(mask), lse, delta, form)
+        dq, dk, dv = (grad.to(dtype or grad.dtype) for grad in exact)
+        grads = dq, dk, dv
     if into is None:
         return grads
     for out, grad in zip(into, grads):
-        if add:
-            out += grad
-        else:
-            out.copy_(grad)
+        write_or_add(out, grad, add)
     return into
 
 

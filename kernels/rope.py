@@ -4,9 +4,7 @@
 llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.21783, section 3.4.2); yarn is
 arXiv 2309.00071.
 
-On a GPU the merged q, k, v are rotated in place. So are their gradients, if the backward of attention wrote
-them side by side; otherwise one kernel reads them where they are, and writes the merged gradient. An fp8
-linear that produced q, k, v computes that gradient itself (kernels/fp8_rope.py).
+On a GPU the merged q, k, v are rotated in place.
 """
 import functools
 import math
@@ -14,7 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.fp8_origin import Origin, Reader, unwritten
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
@@ -29,6 +26,12 @@ def angle_dtype(device: torch.device | None) -> torch.dtype:
     return torch.float32 if device is not None and device.type in WITHOUT_FP64 else torch.float64
 
 
+def plain_frequencies(dim: int, theta: float, device: torch.device | None = None) -> Tensor:
+    """Return the radians per position of each pair of channels, [dim/2] in angle_dtype."""
+    exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
+    return theta ** -exponents
+
+
 def frequencies(
     dim: int,
     theta: float,
@@ -41,7 +44,7 @@ def frequencies(
     slowed: tuple[float, ...] | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return the radians per position of each pair of channels, [dim/2] in angle_dtype.
+    """Return plain_frequencies, changed for a longer context than the model was trained on.
 
     factor is how many times longer than `original` tokens the context is; None for no scaling. Long waves are
     slowed by the factor, short waves are kept, and a linear ramp connects them. The ramp runs over the
@@ -50,8 +53,7 @@ def frequencies(
     between whole channels). Kind linear slows all waves.
     slowed divides the frequency of each pair (LongRoPE); with it, no other scaling applies.
     """
-    exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
-    plain = theta ** -exponents
+    plain = plain_frequencies(dim, theta, device)
     if slowed is not None:
         return plain / numbers_on(device, slowed)
     if factor is None:
@@ -138,20 +140,17 @@ def split_heads_and_apply_rope(
     heads: int,
     kv: int,
     compiled: bool = False,
-    reader: Reader | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a merged projection into q, k and v, and rotate q and k.
 
     qkv [b, s, heads + 2 kv, d] or [b, s, (heads + 2 kv) d], with the heads of q, k and v in this order; cos
     and sin [b, s, 1, d/2] -> q [b, s, heads, d], k and v [b, s, kv, d].
-    reader is the fp8 linear that produced qkv and is the sole consumer of its gradient. The gradient is left
-    to it, unless it has blockwise scales (kernels/fp8_origin.py).
 
     On a CPU the results are stored head by head, as batched GEMMs prefer them: split, rotation and
     transposition are one pass, and so is their backward. On a GPU the results are views of qkv, which is
     rotated in place: another operation that needs the old qkv in its backward gets autograd's error.
     """
-    return _SplitRope.apply(qkv, cos, sin, heads, kv, compiled, reader)
+    return SplitRope.apply(qkv, cos, sin, heads, kv, compiled)
 
 
 # ---- reference ---------------------------------------------------------------------------------------------
@@ -232,22 +231,6 @@ def turn_heads(
 
 
 @triton.jit
-def copy_heads(
-    X, Y, heads, x_stride, y_stride,
-    WIDTH: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy the first WIDTH channels of the heads of one token of X to Y. HEADS at a time."""
-    channels = tl.arange(0, BLOCK)
-    for first in range(0, heads, HEADS):
-        head = first + tl.arange(0, HEADS)
-        inside = inside_matrix(head, channels, heads, WIDTH)
-        values = tl.load(X + tile_offsets(head, channels, x_stride), inside)
-        tl.store(Y + tile_offsets(head, channels, y_stride), values, inside)
-
-
-@triton.jit
 def rope_kernel(
     X, Y, COS, SIN, s, heads, table_strides, x_strides, y_strides,
     HALF: tl.constexpr,
@@ -269,43 +252,6 @@ def rope_kernel(
     turn_heads(
         X, Y, cos, sin, heads, x_strides[2], y_strides[2],
         HALF=HALF, INVERSE=INVERSE, HEADS=HEADS, BLOCK=BLOCK,
-    )
-
-
-@triton.jit
-def merge_gradients_kernel(
-    DQ, DK, DV, DQKV, COS, SIN, s, heads, kv,
-    table_strides, dq_strides, dk_strides, dv_strides, dqkv_strides,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write one token's gradient of the merged projection, from those of q and k, rotated back, and of v.
-
-    heads: of q; kv: of k and of v. HEADS and KV_HEADS of them at a time. Strides as in rope_kernel.
-    """
-    token = tl.program_id(0).to(tl.int64)
-    batch = token // s
-    position = token % s
-    table_offset = batch * table_strides[0] + position * table_strides[1]
-    cos, sin = load_angles(COS + table_offset, SIN + table_offset, tl.arange(0, BLOCK), HALF=HALF)
-    DQ += batch * dq_strides[0] + position * dq_strides[1]
-    DK += batch * dk_strides[0] + position * dk_strides[1]
-    DV += batch * dv_strides[0] + position * dv_strides[1]
-    DQKV += batch * dqkv_strides[0] + position * dqkv_strides[1]
-    stride = dqkv_strides[2]
-    turn_heads(
-        DQ, DQKV, cos, sin, heads, dq_strides[2], stride,
-        HALF=HALF, INVERSE=True, HEADS=HEADS, BLOCK=BLOCK,
-    )
-    turn_heads(
-        DK, DQKV + heads * stride, cos, sin, kv, dk_strides[2], stride,
-        HALF=HALF, INVERSE=True, HEADS=KV_HEADS, BLOCK=BLOCK,
-    )
-    copy_heads(
-        DV, DQKV + (heads + kv) * stride, kv, dv_strides[2], stride,
-        WIDTH=2 * HALF, HEADS=KV_HEADS, BLOCK=2 * BLOCK,
     )
 
 
@@ -341,67 +287,14 @@ def per_sequence(table: Tensor, b: int) -> Tensor:
 
 
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Run split_backward in Triton: in place if dq, dk and dv are adjacent in memory, else reading them where
-    they are, in one pass."""
+    """Run split_backward in Triton."""
     b, s, heads, d = dq.shape
     kv = dk.shape[2]
-    dqkv = side_by_side(dq, dk, dv)
-    if dqkv is not None:
-        rotated = dqkv[:, :, :heads + kv]
-        launch_rope(rotated, rotated, cos, sin, inverse=True)
-        return dqkv
-
     dqkv = dq.new_empty(b, s, heads + 2 * kv, d)
-    dq, dk, dv = by_channel(dq), by_channel(dk), by_channel(dv)
-    cos = per_sequence(cos, b)
-    sin = per_sequence(sin, b)
-    block = power_of_2(d // 2)
-    if dqkv.numel():
-        merge_gradients_kernel[(b * s,)](
-            dq, dk, dv, dqkv, cos, sin, s, heads, kv,
-            cos.stride()[:2], dq.stride()[:3], dk.stride()[:3], dv.stride()[:3], dqkv.stride()[:3],
-            HALF=d // 2,
-            HEADS=heads_of_tile(heads, block),
-            KV_HEADS=heads_of_tile(kv, block),
-            BLOCK=block,
-            num_warps=4,
-        )
+    launch_rope(by_channel(dq), dqkv[:, :, :heads], cos, sin, inverse=True)
+    launch_rope(by_channel(dk), dqkv[:, :, heads:heads + kv], cos, sin, inverse=True)
+    dqkv[:, :, heads + kv:] = dv
     return dqkv
-
-
-def side_by_side(*parts: Tensor) -> Tensor | None:
-    """Return the contiguous [b, s, sum of heads, d] that these parts form, in this order, or None."""
-    first = parts[0]
-    b, s, _, d = first.shape
-    total = sum(x.shape[2] for x in parts)
-    strides = (s * total * d, total * d, d, 1)
-    storage = first.untyped_storage().data_ptr()
-    offset = first.storage_offset()
-    for part in parts:
-        if part.stride() != strides or part.storage_offset() != offset:
-            return None
-        if part.untyped_storage().data_ptr() != storage:
-            return None
-        offset += part.shape[2] * d
-    return first.as_strided((b, s, total, d), strides)
-
-
-# ---- gradient computed by an fp8 linear (kernels/fp8_rope.py) ----------------------------------------------
-
-def computes_gradient(reader: Reader, dq: Tensor, dk: Tensor, dv: Tensor) -> bool:
-    """Whether the casts of a linear can compute the gradient of its result from these [b, s, heads, d]."""
-    are_alike = all(x.stride(-1) == 1 and x.dtype == dq.dtype for x in (dq, dk, dv))
-    return reader.kind in ("tensor", "row") and are_alike and reader.takes(dq, dk, dv)
-
-
-def unwritten_gradient(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]
-) -> Tensor:
-    """Return split_backward as an unwritten tensor, left to the linear that reads it."""
-    b, s, heads, d = dq.shape
-    matrix = b * s, (heads + 2 * dk.shape[2]) * d
-    tables = per_sequence(cos, b), per_sequence(sin, b)
-    return unwritten(Origin("rope_backward", matrix, (dq, dk, dv, *tables)), shape, like=dq)
 
 
 # ---- autograd ----------------------------------------------------------------------------------------------
@@ -428,7 +321,7 @@ class _Rope(torch.autograd.Function):
         return dx, None, None, None
 
 
-class _SplitRope(torch.autograd.Function):
+class SplitRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
@@ -438,12 +331,10 @@ class _SplitRope(torch.autograd.Function):
         heads: int,
         kv: int,
         compiled: bool,
-        reader: Reader | None,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.compiled = compiled
         ctx.triton = kernel_is_available("rope", qkv, cos)
-        ctx.reader = reader
         ctx.shape = qkv.shape
         rotated = heads + kv
         if not ctx.triton:
@@ -462,9 +353,6 @@ class _SplitRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        if ctx.triton and ctx.reader is not None and computes_gradient(ctx.reader, dq, dk, dv):
-            dqkv = unwritten_gradient(dq, dk, dv, cos, sin, ctx.shape)
-        else:
-            backward = rope_backward if ctx.triton else jit(split_backward, ctx.compiled)
-            dqkv = backward(dq, dk, dv, cos, sin).view(ctx.shape)
-        return dqkv, None, None, None, None, None, None
+        backward = rope_backward if ctx.triton else jit(split_backward, ctx.compiled)
+        dqkv = backward(dq, dk, dv, cos, sin).view(ctx.shape)
+        return dqkv, None, None, None, None, None

@@ -22,9 +22,9 @@ from torch import Tensor
 from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.linear import (
     RecomputeFunction,
+    get_source,
     library_adds_in_fp32,
     recompute_input,
-    source_of,
     write_wgrad,
 )
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
@@ -36,7 +36,7 @@ EPSILON = 1e-20  # added to denominators
 SMALLEST_SHARE = 1e-30  # lower bound of shares in the logarithm of the entropy
 
 TILE = 1024  # scores that a program processes at a time
-MOST_TOKENS = 64  # per tile
+MAX_TOKENS = 64  # per tile
 PROGRAMS = 4  # per processor, in kernels that sum
 WARPS = 4
 
@@ -120,9 +120,9 @@ def choose_experts(
     """
     if logits.numel() and kernel_is_available("router", logits):
         return launch_router(logits, rule, bias, counted)
-    scores = scores_of(logits, rule)
+    scores = compute_scores(logits, rule)
     index = best_experts(scores, rule, bias)
-    weights = weights_of(scores.gather(-1, index), rule)
+    weights = compute_weights(scores.gather(-1, index), rule)
     sums = None if counted is None else router_sums(logits, scores, index, counted, rule)
     return RouterChoice(index, weights, sums)
 
@@ -170,13 +170,13 @@ def routed_weights(
 
     losses adds its gradients in the backward, as a part of the total loss that is handled only here.
     """
-    function, args = source_of(x)
+    function, args = get_source(x)
     return _RoutedWeights.apply(x, weight, logit_bias, logits, choice, rule, losses, function, *args)
 
 
 # ---- reference ---------------------------------------------------------------------------------------------
 
-def scores_of(logits: Tensor, rule: RoutingRule) -> Tensor:
+def compute_scores(logits: Tensor, rule: RoutingRule) -> Tensor:
     """[..., E] -> [..., E]."""
     return logits.sigmoid() if rule.sigmoid else logits.softmax(-1)
 
@@ -199,14 +199,14 @@ def best_experts(scores: Tensor, rule: RoutingRule, bias: Tensor | None) -> Tens
     return scores.topk(rule.top_k, -1).indices
 
 
-def weights_of(chosen: Tensor, rule: RoutingRule) -> Tensor:
+def compute_weights(chosen: Tensor, rule: RoutingRule) -> Tensor:
     """Map the chosen scores [b, s, k] to the weights of the experts' outputs."""
     if rule.renorm:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + EPSILON)
     return chosen * rule.scale
 
 
-def shares_of(scores: Tensor, rule: RoutingRule) -> Tensor:
+def normalize_shares(scores: Tensor, rule: RoutingRule) -> Tensor:
     """Divide scores [b, s, E] by their sum over all experts."""
     return scores / (scores.sum(-1, keepdim=True) + EPSILON) if rule.sigmoid else scores
 
@@ -216,7 +216,7 @@ def router_sums(
 ) -> RouterSums:
     """Sum over logits and scores [b, s, E], index [b, s, k], counted [b, s]."""
     counted = counted.to(scores.dtype)
-    shares = shares_of(scores, rule)
+    shares = normalize_shares(scores, rule)
     is_counted = counted[..., None].expand(index.shape)
     hits = torch.zeros_like(scores).scatter_(-1, index, is_counted)  # [b, s, E]
     squares = logits.logsumexp(-1).square()  # [b, s]
@@ -233,7 +233,7 @@ def logits_gradient(
     dweights: Tensor, logits: Tensor, index: Tensor, rule: RoutingRule, losses: RouterLosses | None
 ) -> Tensor:
     """Return the gradient of the logits [b, s, E] from that of the weights [b, s, k], and of the losses."""
-    scores = scores_of(logits, rule)
+    scores = compute_scores(logits, rule)
 
     # the weights -> the chosen scores
     dchosen = dweights * rule.scale
@@ -295,7 +295,7 @@ def load_logits(LOGITS, tokens, num_tokens, experts, exists, num_experts):
 
 
 @triton.jit
-def softmax_of(logits) -> "tuple[tl.tensor, tl.tensor]":
+def row_softmax(logits) -> "tuple[tl.tensor, tl.tensor]":
     """Return (softmax, logsumexp) over the last dim of [M, N]."""
     largest = tl.max(logits, 1)
     exponentials = tl.exp(logits - largest[:, None])
@@ -304,12 +304,12 @@ def softmax_of(logits) -> "tuple[tl.tensor, tl.tensor]":
 
 
 @triton.jit
-def sigmoid_of(logits):
+def stable_sigmoid(logits):
     return 1 / (1 + tl.exp(-logits))
 
 
 @triton.jit
-def without_closed_groups(
+def mask_unselected_groups(
     scores,
     TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -382,10 +382,10 @@ def router_kernel(
     for first in range(program * TOKENS, s, tl.num_programs(0) * TOKENS):
         tokens = first + tl.arange(0, TOKENS)
         logits = load_logits(LOGITS, tokens, s, experts, exists, EXPERTS)
-        shares, logsumexp = softmax_of(logits)
+        shares, logsumexp = row_softmax(logits)
         scores = shares
         if SIGMOID:
-            scores = sigmoid_of(logits)
+            scores = stable_sigmoid(logits)
             shares = scores / (tl.sum(scores, 1) + EPSILON)[:, None]
 
         # selection keys; NaN becomes inf, to be chosen first as in torch.topk
@@ -395,7 +395,7 @@ def router_kernel(
         left = tl.where(left != left, float("inf"), left)
         left = tl.where(exists[None, :], left, float("-inf"))
         if GROUPS > 1:
-            left = without_closed_groups(
+            left = mask_unselected_groups(
                 left, TOP_GROUPS=TOP_GROUPS, SIGMOID=SIGMOID, SLOT_GROUPS=SLOT_GROUPS, SLOTS=SLOTS
             )
 
@@ -507,10 +507,10 @@ def router_backward_kernel(
     experts = tl.arange(0, ALL)
     exists = experts < EXPERTS
     logits = load_logits(LOGITS + sequence * s * EXPERTS, tokens, s, experts, exists, EXPERTS)
-    softmax, logsumexp = softmax_of(logits)
+    softmax, logsumexp = row_softmax(logits)
     scores = softmax
     if SIGMOID:
-        scores = sigmoid_of(logits)
+        scores = stable_sigmoid(logits)
 
     # the weights -> the chosen scores
     choices = tl.arange(0, CHOICES)
@@ -612,7 +612,7 @@ def launch_router(
 
 def tokens_of_tile(slots: int) -> int:
     """Return how many tokens with `slots` scores a program processes at a time."""
-    return max(1, min(MOST_TOKENS, TILE // slots))
+    return max(1, min(MAX_TOKENS, TILE // slots))
 
 
 def launch_statistics(

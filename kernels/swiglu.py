@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.fp8_origin import Origin, Reader, unwritten
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
 from kernels.tiles import block_range, load_fp32
@@ -20,15 +19,9 @@ CUBIC = 0.044715  # of the tanh form of GELU
 SLOPE = math.sqrt(2 / math.pi)  # of the tanh form of GELU
 
 
-def swiglu(gate_up: Tensor, compiled: bool = False, reader: Reader | None = None) -> Tensor:
-    """silu(gate) * up. gate_up [..., 2f], gate first -> [..., f].
-
-    reader is the fp8 linear that is the sole consumer of the result, if a similar one produced gate_up and is
-    the sole consumer of its gradient. Both are left to them then (kernels/fp8_origin.py).
-    """
+def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
+    """silu(gate) * up. gate_up [..., 2f], gate first -> [..., f]."""
     if kernel_is_available("swiglu", gate_up):
-        if reader is not None and reader.takes(gate_up) and halves_are_apart(gate_up, reader):
-            return _UnwrittenSwiGLU.apply(gate_up)
         return SavedInput.apply(gate_up, launch_swiglu, launch_swiglu_backward)
     return SavedInput.apply(gate_up, jit(swiglu_forward, compiled), jit(swiglu_backward, compiled))
 
@@ -321,31 +314,6 @@ class SavedInput(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return ctx.input_grad(dy, x), None, None
-
-
-def halves_are_apart(gate_up: Tensor, reader: Reader) -> bool:
-    """Whether no group of columns that share a scale contains elements of both gate and up."""
-    return reader.kind != "group" or gate_up.shape[-1] // 2 % reader.side == 0
-
-
-class _UnwrittenSwiGLU(torch.autograd.Function):
-    """SavedInput whose result and gradient are computed by the fp8 linears that read them."""
-
-    @staticmethod
-    def forward(ctx, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
-        ctx.save_for_backward(gate_up)
-        f = gate_up.shape[-1] // 2
-        origin = Origin("swiglu", (gate_up.numel() // (2 * f), f), (gate_up,))
-        return unwritten(origin, (*gate_up.shape[:-1], f), like=gate_up)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        width = gate_up.shape[-1]
-        operands = gate_up, dy.contiguous()
-        origin = Origin("swiglu_backward", (gate_up.numel() // width, width), operands)
-        return unwritten(origin, gate_up.shape, like=gate_up)
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

@@ -44,7 +44,7 @@ def write_tile(INTO, part, row, column, num_rows, num_columns, ADD: tl.constexpr
 
 
 @triton.jit
-def tile_of_program(
+def program_tile(
     num_rows, num_columns,
     M: tl.constexpr,
     N: tl.constexpr,

@@ -87,7 +87,7 @@ if not TYPE_CHECKING:
 TRITON_AVAILABLE: bool = Launchable is not StandInKernel
 
 DEVICES = ("cuda",)  # where kernels run; the tests add the interpreter's "cpu"
-OLDEST_CHIP = (8, 0)  # Ampere: bf16 in the tensor cores, and enough shared memory for the tiles
+MIN_CHIP = (8, 0)  # Ampere: bf16 in the tensor cores, and enough shared memory for the tiles
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -115,8 +115,8 @@ def kernels_run_on(device: torch.device) -> bool:
         return False
     obstacle = why_no_kernels(device)
     if obstacle:
-        print_once(f"kernels: {obstacle}; torch's own operations run instead of ours: slower, and they hold "
-                   "more memory for a moment")
+        print_once(f"kernels: {obstacle}; plain torch operations run instead of ours: slower, with a higher "
+                   "peak of memory")
     return obstacle is None
 
 
@@ -124,11 +124,11 @@ def kernels_run_on(device: torch.device) -> bool:
 def why_no_kernels(device: torch.device) -> str | None:
     """Return why no kernel at all runs on a device of DEVICES; None if kernels do."""
     if torch.version.hip:
-        return f"torch is built for ROCm {torch.version.hip}, where none of ours has been tried"
+        return f"torch is built for ROCm {torch.version.hip}, where our kernels are untested"
     if not TRITON_AVAILABLE:
         return "Triton is not installed (pip install triton)"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CHIP:
-        return f"{torch.cuda.get_device_name(device)} is older than what ours are made for (sm_80)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CHIP:
+        return f"{torch.cuda.get_device_name(device)} is older than our kernels require (sm_80)"
     return None
 
 
@@ -156,16 +156,6 @@ def chip_name(device: torch.device) -> int:
     """
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return major if major in (9, 10) else 8
-
-
-@functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """Return the maximum shared memory of a program: all of a multiprocessor's but 1 KiB, which the driver
-    reserves for each program. The interpreter reports Hopper's."""
-    of_processor = 228 << 10
-    if device.type == "cuda":
-        of_processor = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
-    return of_processor - (1 << 10)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -7,6 +7,7 @@ dv equals d unless model.mixer.value_dim is set.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,14 +30,14 @@ from config.rule import Rule
 from config.tree import Count, Positive
 from kernels import rope
 from kernels.attention import attention
+from kernels.attention_mask import AttentionMask
 from kernels.grad import read_weight
-from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
-from model.context import ForwardContext, View, view_of
+from model.context import ForwardContext, View, get_view
 from model.init import residual_std
-from model.precision import fp8_of_layer, fp8_reader_of_layer
+from model.precision import fp8_of_layer
 from model.recompute import checkpoint_activations
-from model.rope import GrowthConfig, RopeConfig, rotation_of, scaling_rules
+from model.rope import GrowthConfig, RopeConfig, get_rotation, scaling_rules
 from parallel.context.ring import ring_attention
 from parallel.context.ulysses import ulysses_attention
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -58,14 +59,14 @@ GateFunction = Literal["sigmoid", "softplus"]
 class ChannelGate:
     """One gate per channel of the output."""
     kind: Literal["channel"] = "channel"
-    by: GateFunction = "sigmoid"  # what is taken of x W
+    by: GateFunction = "sigmoid"  # applied to x W
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadGate:
     """One gate per head."""
     kind: Literal["head"] = "head"
-    by: GateFunction = "sigmoid"  # what is taken of x W; softplus: Laguna
+    by: GateFunction = "sigmoid"  # applied to x W; softplus: Laguna
 
 
 AttentionKernel = Literal["auto", "flash", "sdpa", "triton", "reference"]
@@ -89,14 +90,14 @@ class AttentionConfig(TokenMixer):
     qk_norm: Literal["head", "whole", "after_rope", "unweighted"] | None = None  # RMSNorm of q and k: of each
     #   head (Qwen3); over all heads of q together, and all heads of k together (OLMoE); of each head after
     #   RoPE instead of before it (Hunyuan); the same without a weight (Llama 4)
-    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: the scores know no positions
+    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: no positions in the scores
     scale: Positive | None = None  # factor of the scores; none: 1 / sqrt(head_dim)
     growth: GrowthConfig | None = None  # scores grow with the position of their query
     softcap: Positive | None = None  # scores are bounded: softcap tanh(score / softcap) (Gemma 2, arXiv
     #   2408.00118)
     gate: ChannelGate | HeadGate | None = None  # the output is multiplied by sigmoid(x W) (arXiv 2505.06708)
     keys_of: str | None = None  # kind of block: read the keys and values of the last layer of that kind
-    #   before this one, and project queries alone (arXiv 2405.12981; Gemma 3n); none: make them
+    #   before this one, and project only queries (arXiv 2405.12981; Gemma 3n); none: compute them
     sinks: bool = False  # a learned score for each head beside those of the keys, whose value is 0 (gpt-oss)
     kernel: AttentionKernel = "auto"  # attention kernel; auto: the fastest that supports this model and
     #   device
@@ -139,11 +140,11 @@ class AttentionConfig(TokenMixer):
             "model.mixer.head_dim", (rotated - 1, rotated + 1))
         yield Rule(
             share == 1 or (rotated > 0 and rotated % 2 == 0 and rotated == size * share),
-            f"model.mixer.rope.share: {share} of {size} channels is not an even number of them; take "
+            f"model.mixer.rope.share: {share} of {size} channels is not an even number of them; use "
             f"{2 * max(1, round(size * share / 2)) / size:g}")
         yield Rule(
             self.rope is not None or self.qk_norm != "after_rope",
-            "model.mixer.qk_norm: after_rope, and model.mixer.rope is none; take head")
+            "model.mixer.qk_norm: after_rope, and model.mixer.rope is none; use head")
         yield from scaling_rules(self.rope, rotated)
 
         yield Rule(
@@ -156,13 +157,13 @@ def kernel_rules(kernel: AttentionKernel, train: TrainConfig) -> Iterator[Rule]:
     """Check which devices and dtypes the softmax attention kernels support."""
     yield Rule(
         kernel not in ("flash", "triton") or train.device not in ("cpu", "mps"),
-        f"model.mixer.kernel: {kernel} needs a CUDA GPU, and train.device is {train.device}; take auto")
+        f"model.mixer.kernel: {kernel} needs a CUDA GPU, and train.device is {train.device}; use auto")
     yield Rule(
         kernel != "flash" or train.dtype in ("bf16", "fp8"),
-        f"model.mixer.kernel: flash-attn has no {train.dtype}; set train.dtype bf16 or take auto")
+        f"model.mixer.kernel: flash-attn has no {train.dtype}; set train.dtype bf16 or use auto")
     yield Rule(
         kernel != "triton" or train.dtype != "fp64",
-        "model.mixer.kernel: the Triton kernels have no fp64; take auto or reference")
+        "model.mixer.kernel: the Triton kernels have no fp64; use auto or reference")
 
 
 GATE_FUNCTIONS = {"sigmoid": torch.sigmoid, "softplus": F.softplus}  # by model.mixer.gate.by
@@ -184,18 +185,21 @@ class Attention(nn.Module):
         self.v_scale = mixer.value_scale
         self.heads = model.mixer.heads // mesh.tp.size  # of this rank
         self.kv_heads = max(1, kv_heads(model) // mesh.tp.size)  # of this rank
-        self.score_scale = mup_score_scale(model)  # of the softmax, beyond 1 / sqrt(head_dim)
+        self.query_scale = mup_score_scale(model)  # muP's; AttentionCore has the scale of the scores
         self.growth = mixer.growth
-        self.rotation = rotation_of(model)
+        self.rotation = get_rotation(model)
         self.rope_in_pairs = mixer.rope is not None and mixer.rope.pairs
         self.rotates_in_part = mixer.rope is not None and mixer.rope.share < 1
+        is_plain_rope = mixer.rope is not None and not (self.rope_in_pairs or self.rotates_in_part)
+        self.may_fuse_rope = is_plain_rope and self.v_dim == self.head_dim
+        # whether one kernel splits the heads and rotates them (model/unproven.py may take others)
+        self.fuses_rope = self.may_fuse_rope and mixer.qk_norm is None
+        self.rotate_heads = rope.split_heads_and_apply_rope
         self.compiled = cfg.train.compile
         self.core = AttentionCore.from_config(cfg, mesh)
 
         # projections
         self.qkv = qkv_projection(cfg, mesh, layer)
-        has_bias = mixer.bias is not None  # with a bias, the projection's output gradient is also summed
-        self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
         self.gate = gate_projection(cfg, mesh, layer) if mixer.gate else None
         self.gate_function = GATE_FUNCTIONS[mixer.gate.by] if mixer.gate else None
         self.out = RowLinear(
@@ -238,14 +242,16 @@ class Attention(nn.Module):
             q = self.normalize_and_rotate(qkv.unflatten(-1, (-1, self.head_dim)), self.q_norm, context)
             k, v = context.shared_keys.read(self.layer)
         else:
-            q, k, v = self.split_heads(qkv, context)
-            context.shared_keys.keep(self.layer, k, v)
-        if self.score_scale != 1:
-            q = q * self.score_scale
+            split = self.split_and_rotate if self.fuses_rope else self.split_heads
+            q, k, v = split(qkv, context)
+            if context.shared_keys.sources:
+                context.shared_keys.keep(self.layer, k, v)
+        if self.query_scale != 1:
+            q = q * self.query_scale
         if self.growth is not None:
             q = q * context.growths[self.growth].to(q.dtype)
         if context.cache is not None:
-            k, v = context.cache.extend(context.shared_keys.source_of(self.layer), k, v)
+            k, v = context.cache.extend(context.shared_keys.get_source(self.layer), k, v)
 
         sinks = None if self.sinks is None else read_weight(self.sinks).to(self.sinks.dtype)
         out = self.core(q, k, v, context, sinks)  # [b, s/cp, h/tp, dv]
@@ -256,44 +262,22 @@ class Attention(nn.Module):
             out = out * self.gate_function(gate)
         return self.out(out.flatten(2))
 
+    def split_and_rotate(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Split and rotate in one kernel: the results of split_heads."""
+        cos, sin = context.rotations[self.rotation]
+        return self.rotate_heads(qkv, cos, sin, self.heads, self.kv_heads, compiled=self.compiled)
+
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """Split into heads, normalize and rotate.
 
         qkv [b, s/cp, (h d + g d + g dv) / tp] -> q [b, s/cp, h/tp, d], k [b, s/cp, g/tp, d] and v
         [b, s/cp, g/tp, dv].
         """
-        if self.v_dim != self.head_dim:
-            qk, v = qkv.split(((self.heads + self.kv_heads) * self.head_dim, self.kv_heads * self.v_dim), -1)
-            q, k = qk.unflatten(-1, (-1, self.head_dim)).split((self.heads, self.kv_heads), dim=2)
-            q = self.normalize_and_rotate(q, self.q_norm, context)
-            k = self.normalize_and_rotate(k, self.k_norm, context)
-            return q, k, v.unflatten(-1, (-1, self.v_dim))
-
-        is_plain_rope = self.rotation is not None and not (self.rope_in_pairs or self.rotates_in_part)
-        if is_plain_rope and not (self.norms_first or self.norms_last):
-            cos, sin = context.rotations[self.rotation]
-            return rope.split_heads_and_apply_rope(
-                qkv, cos, sin, self.heads, self.kv_heads,
-                compiled=self.compiled,
-                reader=self.gradient_reader,
-            )
-
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
-        if is_plain_rope and self.norms_first and not self.qk_norm_over_heads:
-            cos, sin = context.rotations[self.rotation]
-            return split_normalize_and_rotate(
-                qkv, self.q_norm, self.k_norm, cos, sin,
-                heads=self.heads,
-                kv=self.kv_heads,
-                eps=self.eps,
-                compiled=self.compiled,
-            )
-
-        heads = (self.heads, self.kv_heads, self.kv_heads)
-        q, k, v = qkv.split(heads, dim=2)
-        q = self.normalize_and_rotate(q, self.q_norm, context)
-        k = self.normalize_and_rotate(k, self.k_norm, context)
-        return q, k, v
+        sizes = (self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.v_dim)
+        q, k, v = qkv.split(sizes, -1)
+        q = self.normalize_and_rotate(q.unflatten(-1, (-1, self.head_dim)), self.q_norm, context)
+        k = self.normalize_and_rotate(k.unflatten(-1, (-1, self.head_dim)), self.k_norm, context)
+        return q, k, v.unflatten(-1, (-1, self.v_dim))
 
     def normalize_and_rotate(self, x: Tensor, weight: Tensor | None, context: ForwardContext) -> Tensor:
         """Normalize (by `weight`) and rotate queries or keys x [b, s/cp, heads, d] in separate passes."""
@@ -408,7 +392,7 @@ class AttentionCore:
         return AttentionCore(
             cp=mesh.cp,
             cp_kind=cfg.parallel.cp_kind,
-            view=view_of(cfg.model),
+            view=get_view(cfg.model),
             kernel=mixer.kernel,
             recompute=recomputes(cfg, "core"),
             scale=mixer.scale if has_form else None,
@@ -420,27 +404,33 @@ class AttentionCore:
     ) -> Tensor:
         """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]. sinks [h]."""
         mask = context.masks[self.view]
-        form = {"scale": self.scale, "softcap": self.softcap}
         if context.sequence_is_sharded and self.cp_kind == "ring":
-            # it stores no probabilities, so there is nothing to recompute
-            return ring_attention(
-                q, k, v,
-                documents=context.documents,
-                window=self.view.window,
-                chunk=self.view.chunk,
-                mask=mask,
-                group=self.cp,
-                sinks=sinks,
-                **form,
-            )
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            return attention(q, k, v, mask, self.kernel, sinks=sinks, **form)
-
-        def attend_again(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-            return checkpoint_activations(attend, q, k, v, sinks)
-
-        chosen = attend_again if self.recompute and torch.is_grad_enabled() else attend
+            return self.attend_around_ring(q, k, v, context, mask, sinks)
+        attend = partial(attention, mask=mask, kind=self.kernel, scale=self.scale, softcap=self.softcap)
+        if self.recompute and torch.is_grad_enabled():
+            attend = partial(checkpoint_activations, attend)
         if context.sequence_is_sharded:
-            return ulysses_attention(chosen, q, k, v, self.cp, sinks)
-        return chosen(q, k, v, sinks)
+            return ulysses_attention(attend, q, k, v, self.cp, sinks)
+        return attend(q, k, v, sinks=sinks)
+
+    def attend_around_ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: ForwardContext,
+        mask: AttentionMask | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attend over the cp ranks' parts. It stores no probabilities, so there is nothing to recompute."""
+        return ring_attention(
+            q, k, v,
+            documents=context.documents,
+            window=self.view.window,
+            chunk=self.view.chunk,
+            mask=mask,
+            group=self.cp,
+            sinks=sinks,
+            scale=self.scale,
+            softcap=self.softcap,
+        )

@@ -1,6 +1,7 @@
 """State shared by all blocks in one forward pass."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from config import Config, ModelConfig, layer_models
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
-from model.rope import GrowthConfig, Rotation, query_growth, rope_tables, rotation_of
+from model.rope import GrowthConfig, Rotation, get_rotation, query_growth, rope_tables
 from model.router import RouterInputs
 from model.shared_keys import SharedKeys, key_sources
 from parallel.microbatch import Microbatch
@@ -42,12 +43,15 @@ class GenerationCache:
 
 
 class View(NamedTuple):
-    """What a mask depends on besides documents: how far back a query sees, in tokens."""
+    """How far back a query sees, in tokens: a mask depends on this and on documents."""
     window: int | None
     chunk: int | None = None
 
 
-def view_of(model: ModelConfig) -> View:
+NO_LIMITS = View(window=None)
+
+
+def get_view(model: ModelConfig) -> View:
     """Return the view of a layer with softmax attention. `model` is that of one layer (layer_model)."""
     return View(model.mixer.window, getattr(model.mixer, "chunk", None))
 
@@ -56,10 +60,10 @@ def view_of(model: ModelConfig) -> View:
 class ForwardContext:
     """Inputs that all blocks of a pass share.
 
-    rotations: {rotation of a layer (rotation_of): (cos, sin) [b, s, 1, rotated / 2]}.
+    rotations: {rotation of a layer (get_rotation): (cos, sin) [b, s, 1, rotated / 2]}.
     growths: {growth of a mixer: factor of the queries [b, s, 1, 1]}.
-    masks: {view of a layer (view_of): mask of full sequences}, or None for ring attention on a CPU, which
-    computes its masks chunk by chunk.
+    masks: {view of a layer (get_view): mask of full sequences}. None: causality is the only limit; or for
+    ring attention on a CPU, which computes its masks chunk by chunk.
     dropout_rng: None in evaluation. cache: None outside of generation. router_inputs: None outside of
     training.
     sequence_is_sharded: tokens are this rank's part of sequences that are sharded over cp.
@@ -93,6 +97,24 @@ class LossInputs:
     context: ForwardContext
 
 
+class ContextNeeds(NamedTuple):
+    """What the layers of a model read from the context, each once."""
+    rotations: tuple[Rotation, ...]
+    growths: tuple[GrowthConfig, ...]
+    views: tuple[View, ...]
+    has_limits: bool  # whether a view sees less than all earlier tokens
+
+
+@lru_cache(maxsize=1 << 10)
+def context_needs(model: ModelConfig) -> ContextNeeds:
+    models = layer_models(model).values()
+    rotations = dict.fromkeys(filter(None, map(get_rotation, models)))
+    growths = dict.fromkeys(filter(None, (getattr(like.mixer, "growth", None) for like in models)))
+    views = dict.fromkeys(get_view(like) for like in models if like.mixer.has_softmax)
+    has_limits = any(view != NO_LIMITS for view in views)
+    return ContextNeeds(tuple(rotations), tuple(growths), tuple(views), has_limits)
+
+
 def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     dropout_rng: DropoutRng | None = None,
                     cache: GenerationCache | None = None,
@@ -103,32 +125,14 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
     is None if the host does not know the counts."""
     past = cache.length if cache else 0
     s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
-    models = layer_models(cfg.model).values()
-    rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
-    for rotation in filter(None, map(rotation_of, models)):
-        if rotation not in rotations:
-            rotations[rotation] = rope_tables(cfg, rotation, positions, past + s)
+    needs = context_needs(cfg.model)
+    rotations = {rotation: rope_tables(cfg, rotation, positions, past + s) for rotation in needs.rotations}
+    growths = {growth: query_growth(cfg, growth, positions) for growth in needs.growths}
 
-    growths: dict[GrowthConfig, Tensor] = {}
-    for growth in filter(None, (getattr(model.mixer, "growth", None) for model in models)):
-        growths[growth] = query_growth(cfg, growth, positions)
-
-    with_softmax = [model for model in models if model.mixer.has_softmax]
-    masks: dict[View, AttentionMask | None] = dict.fromkeys(map(view_of, with_softmax))
-    is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
-    if not is_ring or positions.device.type == "cuda":
-        for view in masks:
-            masks[view] = make_attention_mask(
-                query_start=past,
-                s_q=s,
-                key_start=0,
-                s_k=past + s,
-                window=view.window,
-                chunk=view.chunk,
-                docs=documents,
-                device=positions.device,
-                counts=None if is_ring else document_counts,
-            )
+    masks: dict[View, AttentionMask | None] = dict.fromkeys(needs.views)
+    if past or documents is not None or sequence_is_sharded or needs.has_limits:
+        is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
+        masks = attention_masks(needs.views, past, s, documents, positions.device, is_ring, document_counts)
     return ForwardContext(
         rotations,
         masks,
@@ -141,3 +145,31 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         router_inputs=router_inputs,
         shared_keys=SharedKeys(key_sources(cfg.model)),
     )
+
+
+def attention_masks(
+    views: tuple[View, ...],
+    past: int,
+    s: int,
+    documents: Tensor | None,
+    device: torch.device,
+    is_ring: bool,
+    document_counts: DocumentCounts | None,
+) -> dict[View, AttentionMask | None]:
+    """Make the masks of s queries after `past` keys; on a CPU the ring makes its own, chunk by chunk."""
+    if is_ring and device.type != "cuda":
+        return dict.fromkeys(views)
+    masks: dict[View, AttentionMask | None] = {}
+    for view in views:
+        masks[view] = make_attention_mask(
+            query_start=past,
+            s_q=s,
+            key_start=0,
+            s_k=past + s,
+            window=view.window,
+            chunk=view.chunk,
+            docs=documents,
+            device=device,
+            counts=None if is_ring else document_counts,
+        )
+    return masks

@@ -1,18 +1,22 @@
 """Describe a model's parts and parameters without storage and without processes.
 
 The real modules are built on a mesh of made-up groups: a parameter has no storage until build.py allocates
-it. Blocks of the same kind (TransformerBlock.kind) are built once. The description holds for any rank of a
+it. Blocks of the same kind (block_kind) are built once. The description holds for any rank of a
 stage: ranks differ in which rows they hold, not in how many.
 """
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from config import Config, ModelConfig
-from model.block import BlockKind, TransformerBlock
+from torch import nn
+
+from config import Config, ModelConfig, layer_in_fp8, layer_kinds
+from model.block import TransformerBlock
 from model.sharding import mesh_degrees, scale_for_mup
+from model.shared_keys import key_sources
 from model.transformer import PipelineStage
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
-from parallel.topology.dims import ParallelDims, least_world
+from parallel.topology.dims import ParallelDims, min_world_size
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
 
@@ -31,6 +35,24 @@ class PartDescription:
     layer: int | str
     params: tuple[ShardedParameter, ...]
     shared_table: ShardedParameter | None = None
+
+
+class BlockKind(NamedTuple):
+    """Blocks of one kind differ only in parameter names.
+
+    `name` is the kind in model.pattern. `mixer` is None for an MLP alone. `is_read` says that later blocks
+    read the block's keys.
+    """
+    name: str
+    mixer: type[nn.Module] | None
+    in_fp8: bool
+    is_read: bool
+
+
+def block_kind(cfg: Config, layer: int) -> BlockKind:
+    name = layer_kinds(cfg.model)[min(layer, cfg.model.layers - 1)]
+    is_read = layer in key_sources(cfg.model).values()
+    return BlockKind(name, TransformerBlock.mixer_class(cfg, layer), layer_in_fp8(cfg, layer), is_read)
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,7 @@ def mesh_of_one_stage(cfg: Config, activity: Activity | None = None) -> Mesh:
     """Return the smallest mesh with the degrees that modules read, as seen by rank 0. With `activity`, its
     wire carries what the modules exchange."""
     degrees = mesh_degrees(cfg) | {"pp": 1, "dp_replicate": 1}
-    dims = ParallelDims(least_world(degrees), **degrees)
+    dims = ParallelDims(min_world_size(degrees), **degrees)
     return Mesh.without_processes(dims, rank=0, activity=activity)
 
 
@@ -81,37 +103,37 @@ class StageDescription:
 
 
 @lru_cache(maxsize=1 << 14)
-def describe_stage(cfg: Config, first: int, last: int, ends_are_apart: bool = False) -> StageDescription:
-    """Describe blocks first .. last - 1, plus embedding and head if PipelineStage has them.
+def describe_stage(cfg: Config, first: int, end: int, ends_are_apart: bool = False) -> StageDescription:
+    """Describe blocks first .. end - 1, plus embedding and head if PipelineStage has them.
 
     `cfg` has the stage's recompute mode. `ends_are_apart` says that the first and last stage are on different
     ranks.
     """
-    return describe_modules(keys_of_modules(cfg), first, last, ends_are_apart)
+    return describe_modules(keys_of_modules(cfg), first, end, ends_are_apart)
 
 
 @lru_cache(maxsize=1 << 12)
-def describe_modules(cfg: Config, first: int, last: int, ends_are_apart: bool) -> StageDescription:
+def describe_modules(cfg: Config, first: int, end: int, ends_are_apart: bool) -> StageDescription:
     parts: list[PartDescription] = []
     if first == 0:
         parts.append(describe_ends(cfg, ends_are_apart).embedding)
 
     block_of: dict[BlockKind, PartDescription] = {}
-    for layer in range(first, last):
-        kind = TransformerBlock.kind(cfg, layer)
+    for layer in range(first, end):
+        kind = block_kind(cfg, layer)
         if kind not in block_of:
             block_of[kind] = describe_block(cfg, first_layer_like(cfg, layer))
         parts.append(block_of[kind])
 
-    if last == cfg.model.layers:
+    if end == cfg.model.layers:
         parts.append(describe_ends(cfg, ends_are_apart).head)
     return StageDescription(cfg, tuple(parts))
 
 
 def first_layer_like(cfg: Config, layer: int) -> int:
     """Return the first layer with a block of the same kind."""
-    kind = TransformerBlock.kind(cfg, layer)
-    return next(other for other in range(layer + 1) if TransformerBlock.kind(cfg, other) == kind)
+    kind = block_kind(cfg, layer)
+    return next(other for other in range(layer + 1) if block_kind(cfg, other) == kind)
 
 
 def keys_of_modules(cfg: Config) -> Config:

@@ -37,7 +37,7 @@ def vocab_table(cfg: Config, mesh: Mesh, key: str, *, role: str,
 
 def embed_tokens(tokens: Tensor, table: ShardedParameter, tp: Group, *, sp: bool, scale: float) -> Tensor:
     """Look up tokens [b, s/cp] and scale their rows -> [b, s/cp, d] (sp: [b, s/cp/tp, d])."""
-    x = vocab_embedding(tokens, table, tp, sp)
+    x = vocab_embedding(tokens, table, tp, sp) if tp.size > 1 else embedding(tokens, table)
     return x if scale == 1 else x * scale
 
 
@@ -68,4 +68,4 @@ class Embedding(nn.Module):
             x = x + embedding(local_positions, self.positions)
         if self.norm is not None:
             x = self.norm(x)
-        return dropout(x, self.dropout, dropout_rng, EMBEDDING_SITE)
+        return dropout(x, self.dropout, dropout_rng, EMBEDDING_SITE) if self.dropout else x

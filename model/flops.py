@@ -15,7 +15,7 @@ from torch import nn
 from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
-from model.context import View, forward_context, view_of
+from model.context import View, forward_context, get_view
 from model.describe import PartDescription, describe_stage, mesh_of_one_stage
 from model.router import mixture
 from parallel.sharding.spec import ParameterSpec, sharded_parameters
@@ -38,7 +38,7 @@ def keys_of_layers(model: ModelConfig, documents: Sequence[int]) -> float:
 def keys_of_layer(model: ModelConfig, layer: int, documents: Sequence[int]) -> float:
     """Return keys_seen for one layer, or 0 without softmax attention."""
     model = layer_model(model, layer)
-    return keys_in_view(documents, view_of(model)) if model.mixer.has_softmax else 0.0
+    return keys_in_view(documents, get_view(model)) if model.mixer.has_softmax else 0.0
 
 
 def keys_in_view(documents: Sequence[int], view: View) -> float:
@@ -95,12 +95,12 @@ def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:
 
 def mixer_flops(model: ModelConfig, layer: int, documents: tuple[int, ...], seq_len: int) -> float:
     """Return FLOPs per token in the mixer of one layer, excluding its matrices."""
-    mixer = TransformerBlock.mixer(Config(model=model), layer)
+    mixer = TransformerBlock.mixer_class(Config(model=model), layer)
     if mixer is None:
         return 0.0
     model = layer_model(model, layer)
     if has_softmax_core(mixer, model, layer):
-        return attention_flops(model, keys_in_view(documents, view_of(model)))
+        return attention_flops(model, keys_in_view(documents, get_view(model)))
     return counted_flops(mixer, model, layer, seq_len)
 
 

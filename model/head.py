@@ -29,6 +29,7 @@ class OutputHead(nn.Module):
         self.logit_scale = cfg.model.logit_scale / mup_width_ratio(cfg.model)
         self.logit_cap = cfg.model.logit_cap
         self.norm = Norm(cfg, "norm")
+        self.merge = merge_vocab_statistics(self.tp) if self.tp.size > 1 else None
         if not cfg.model.tied:
             self.weight = vocab_table(cfg, mesh, "head.weight", role="head")
         elif table is not None:
@@ -139,7 +140,7 @@ class OutputHead(nn.Module):
             scale,
             self.vocab,
             start=first_row,
-            merge=merge_vocab_statistics(self.tp),
+            merge=self.merge,
             cap=self.logit_cap,
         )
 
@@ -151,4 +152,4 @@ class OutputHead(nn.Module):
         """
         if self.logit_scale != 1:
             h = h * self.logit_scale
-        return enter_region(h, self.tp, self.sp)
+        return enter_region(h, self.tp, self.sp) if self.tp.size > 1 else h

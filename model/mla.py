@@ -32,7 +32,7 @@ from model.attention import AttentionCore, AttentionKernel, kernel_rules
 from model.context import ForwardContext
 from model.init import residual_std
 from model.precision import fp8_of_layer
-from model.rope import GrowthConfig, RopeConfig, YarnScaling, rotation_of, scaling_rules
+from model.rope import GrowthConfig, RopeConfig, YarnScaling, get_rotation, scaling_rules
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import ColumnLinear, RowLinear, partial_over_tp, replicated_vector, row_shard
@@ -55,7 +55,7 @@ class LatentConfig(TokenMixer):
     v_dim: Count = 128  # channels of a value head
     window: Count | None = None  # sliding-window attention: a token attends to this many tokens, itself
     #   included; none: to all tokens before it
-    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: no channel has any (Kimi Linear)
+    rope: RopeConfig | None = RopeConfig()  # rotary positions; none: no positions (Kimi Linear)
     norm_eps: Positive = 1e-6  # added to the mean square in the norms of the latents: 1e-6 in the published
     #   models, whatever norm.eps is
     growth: GrowthConfig | None = None  # scores grow with the position of their query
@@ -88,7 +88,7 @@ class LatentConfig(TokenMixer):
         share = self.rope.share if self.rope else 1.0
         yield Rule(
             share == 1,
-            f"model.mixer.rope.share: {share}, and of latent attention model.mixer.rope_dim says how many "
+            f"model.mixer.rope.share: {share}, but for latent attention model.mixer.rope_dim sets how many "
             "channels are rotated; leave it out")
         yield from scaling_rules(self.rope, self.rope_dim)
 
@@ -111,11 +111,13 @@ class MultiLatentAttention(nn.Module):
         self.rope_dim = model.mixer.rope_dim
         self.value_dim = model.mixer.v_dim
         self.norm_eps = model.mixer.norm_eps  # of the latents
-        self.rotation = rotation_of(model)
+        self.rotation = get_rotation(model)
         self.rope_in_pairs = model.mixer.rope is not None and model.mixer.rope.pairs
         self.score_scale = score_scale(model)
         self.growth = model.mixer.growth
         self.core = AttentionCore.from_config(cfg, mesh)
+        self.rotate_heads = rotate_heads  # model/unproven.py may set others
+        self.keys_and_values = keys_and_values
 
         self.down = down_projection(cfg, layer)
         self.make_query_projection(cfg, mesh, layer)
@@ -169,7 +171,7 @@ class MultiLatentAttention(nn.Module):
         rotation = {"pairs": self.rope_in_pairs, "compiled": self.compiled}
         q = q.unflatten(-1, (self.heads, -1))  # [b, s, h/tp, nope + rope]
         if angles is not None:
-            q = rotate_heads(q, *angles, nope_dim=self.nope_dim, scale=self.score_scale, **rotation)
+            q = self.rotate_heads(q, *angles, nope_dim=self.nope_dim, scale=self.score_scale, **rotation)
         elif self.score_scale != 1:
             q = q * self.score_scale
         if self.growth is not None:
@@ -177,7 +179,7 @@ class MultiLatentAttention(nn.Module):
 
         if context.cache is not None:
             if angles is not None:
-                rope_key = rotate_heads(rope_key[:, :, None], *angles, nope_dim=0, **rotation)[:, :, 0]
+                rope_key = self.rotate_heads(rope_key[:, :, None], *angles, nope_dim=0, **rotation)[:, :, 0]
                 angles = None
             latent, rope_key = context.cache.extend(self.layer, latent, rope_key)
             if s == 1:
@@ -186,7 +188,7 @@ class MultiLatentAttention(nn.Module):
 
         # keys and values of each head
         kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))
-        k, v = keys_and_values(kv, rope_key, angles, nope_dim=self.nope_dim, **rotation)
+        k, v = self.keys_and_values(kv, rope_key, angles, nope_dim=self.nope_dim, **rotation)
         out = self.core(q, k, v, context)
         return self.out(out.flatten(2))
 

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from config import ChannelMixer, Config, recomputes
 from config.rule import Rule
 from config.tree import Count, Positive
-from kernels.activations import activation_of
+from kernels.activations import get_activation
 from kernels.grad import read_weight
 from kernels.linear import recompute_output
-from kernels.swiglu import swiglu
 from model.init import residual_std
-from model.precision import fp8_of_layer, fp8_reader_of_layer
+from model.precision import fp8_of_layer
 from parallel.tensor.layers import ColumnLinear, RowLinear, replicated_vector
 from parallel.topology.mesh import Mesh
 
@@ -70,10 +69,8 @@ class MLP(nn.Module):
         key = f"layers.{layer}.mlp.shared" if shared else f"layers.{layer}.mlp"
         width = model.mlp.shared_width if shared else model.mlp.width
         limit = (shared or model.mlp).limit
-        activation = activation_of(model.mlp.activation, limit)
+        activation = get_activation(model.mlp.activation, limit)
         self.activation = partial(activation.function, compiled=cfg.train.compile)
-        if activation.function is swiglu and not model.mlp.bias:  # a bias sums gate_up's gradient
-            self.activation = partial(self.activation, reader=fp8_reader_of_layer(cfg, layer))
         self.recompute_activation = recomputes(cfg, "act")
         self.learned = activation.learned
         for name in self.learned:  # each tp rank applies them to its own features

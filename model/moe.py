@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from config import Config
-from kernels.activations import ACTIVATIONS, activation_of
+from kernels.activations import ACTIVATIONS, get_activation
 from kernels.expert_bias import add_expert_bias, members_of
 from kernels.fp8_grouped import scaled_grouped_linear
 from kernels.grad import LateWeightGrads, accumulation_dtype
@@ -51,7 +51,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, router_inputs: RouterInputs | None) -> tuple[Tensor, Tensor | None]:
         # route: each tp rank routes its own tokens
-        routed = x if self.sp else scatter_to_tp(x, self.tp)  # [b, s/cp/tp, d]
+        is_scattered = self.tp.size > 1 and not self.sp
+        routed = scatter_to_tp(x, self.tp) if is_scattered else x  # [b, s/cp/tp, d]
         index, probs, stats = self.router(routed, router_inputs)
 
         # dispatch, overlapped with the shared experts up to their last product
@@ -74,7 +75,7 @@ class MoE(nn.Module):
             if self.shared_gate is not None:
                 shared_output = self.shared_gate(shared_output, x)
         y = combine.tokens().view(routed.shape)
-        if not self.sp:
+        if is_scattered:
             y = gather_from_tp(y, self.tp, x.shape[1])
         return y if shared_output is None else y + shared_output, stats
 
@@ -159,7 +160,7 @@ class Experts(nn.Module):
         for param in parameters:
             param.late_grads = self.late_grads
 
-        self.activation = activation_of(model.mlp.activation, model.mlp.limit)
+        self.activation = get_activation(model.mlp.activation, model.mlp.limit)
         self.weighs_input = model.mlp.router.weighs == "input"
         fp8 = fp8_of_layer(cfg, layer)
         self.product = grouped_linear

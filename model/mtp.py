@@ -63,7 +63,8 @@ class MTPModule(nn.Module):
         embedded = self.embed_norm(embedded)
         joined = torch.cat((embedded, self.hidden_norm(h)), -1)  # [b, s/cp, 2d]
         x, residual, router_stats = self.block(linear(joined, self.join), None, context)
-        self.block.add_router_stats(router_stats)
+        if router_stats is not None:
+            self.block.add_router_stats(router_stats)
         return self.norm.add_and_norm(x, residual)[0]
 
 

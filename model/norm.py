@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from config import Config, NormConfig, NormPlace, recomputes
 from config.tree import Positive
-from kernels import norm
 from kernels.linear import recompute_output
+from kernels.norm import add_norm
 from parallel.tensor.layers import replicated_vector
 
 
@@ -37,16 +37,15 @@ NORMS = (RMSNormConfig, LayerNormConfig)  # kinds of model.norm
 
 
 class Norm(nn.Module):
-    """A norm over the last dim [d]. `readers` are the fp8 linears next to it, which it hands quantized
-    tensors."""
+    """A norm over the last dim [d]."""
 
-    def __init__(self, cfg: Config, key: str, readers: norm.Fp8Readers = norm.NO_READERS) -> None:
+    def __init__(self, cfg: Config, key: str) -> None:
         super().__init__()
         hidden = cfg.model.hidden
         sp = cfg.parallel.sp
         self.eps = cfg.model.norm.eps
         self.compiled = cfg.train.compile
-        self.readers = readers
+        self.function = add_norm  # model/unproven.py may set another
         self.recompute = recomputes(cfg, "norm")
         self.weight = None
         if cfg.model.norm.weight:
@@ -61,23 +60,19 @@ class Norm(nn.Module):
         return recompute_output(y, self.normalize, x) if self.recompute else y
 
     def normalize(self, x: Tensor) -> Tensor:
-        settings = (self.eps, self.compiled, self.readers)
-        weight = self.factors(x)
-        if not self.is_layer_norm:
-            return norm.rms_norm(x, weight, *settings)
-        return norm.layer_norm(x, weight, self.added(weight), *settings)
+        return self.compute(x, None)[0]
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual), or (norm(x), x) without a residual, in one pass."""
-        settings = (self.eps, self.compiled, self.readers)
-        weight = self.factors(x)
-        if not self.is_layer_norm:
-            y, total = norm.add_rms_norm(x, residual, weight, *settings)
-        else:
-            y, total = norm.add_layer_norm(x, residual, weight, self.added(weight), *settings)
+        y, total = self.compute(x, residual)
         if self.recompute:
             y = recompute_output(y, self.normalize, total)
         return y, total
+
+    def compute(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        weight = self.factors(x)
+        bias = self.added(weight) if self.is_layer_norm else None
+        return self.function(x, residual, weight, bias, self.eps, self.compiled)
 
     def factors(self, x: Tensor) -> Tensor:
         """Return the weight [d], or ones if there is none. x is the input of the norm."""

@@ -3,8 +3,6 @@ and MLP, except in the first and last blocks."""
 import torch
 
 from config import Config, fp8_recipe, layer_in_fp8
-from kernels.fp8_linear import RECIPES
-from kernels.fp8_origin import Reader
 from kernels.grad import accumulation_dtype
 from parallel.tensor.layers import Fp8Recipe
 
@@ -35,13 +33,3 @@ def fp8_of_layer(cfg: Config, layer: int) -> Fp8Recipe | None:
     if recipe is None or not layer_in_fp8(cfg, layer):
         return None
     return recipe, cfg.train.fp8_block
-
-
-def fp8_reader_of_layer(cfg: Config, layer: int) -> Reader | None:
-    """Return how the layer's fp8 linears want their inputs and output gradients quantized, or None without
-    fp8."""
-    fp8 = fp8_of_layer(cfg, layer)
-    if fp8 is None:
-        return None
-    recipe, side = fp8
-    return Reader(RECIPES[recipe].activation_kind, side)

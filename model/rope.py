@@ -100,7 +100,7 @@ def scaling_rules(settings: RopeConfig | None, rotated: int) -> Iterator[Rule]:
             f"rotated; give {rotated // 2}, one for each pair")
     yield Rule(
         scaling.original > 1,
-        f"model.mixer.rope.scaling.original: {scaling.original}, and its logarithm is divided by; take the "
+        f"model.mixer.rope.scaling.original: {scaling.original}, and its logarithm is a divisor; use the "
         "number of tokens that the model was trained on")
 
 
@@ -142,7 +142,7 @@ class Rotation(NamedTuple):
     channels: int
 
 
-def rotation_of(model: ModelConfig) -> Rotation | None:
+def get_rotation(model: ModelConfig) -> Rotation | None:
     """Return how a layer rotates queries and keys, or None without RoPE. Takes the model of one layer
     (config.layer_model)."""
     settings = getattr(model.mixer, "rope", None)
@@ -161,13 +161,24 @@ def query_growth(cfg: Config, growth: GrowthConfig, positions: Tensor) -> Tensor
 def rope_tables(
     cfg: Config, rotation: Rotation, positions: Tensor, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [b, s, 1, rotated / 2] at positions [b, s], in fp32, or fp64 in an fp64 run.
-    `length` counts tokens of whole sequences, across ranks and earlier passes.
+    """Return cos and sin [b, s, 1, rotated / 2] at positions [b, s] (arXiv 2104.09864), in fp32, or fp64 in
+    an fp64 run. `length` counts tokens of whole sequences, across ranks and earlier passes."""
+    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
+    device = positions.device  # where the frequencies are computed: a copy from the host would block it
+    if rotation.scaling is None:
+        frequencies = rope.plain_frequencies(rotation.channels, rotation.base, device)
+        return rope.cos_sin_tables(positions, frequencies, dtype)
+    frequencies, scale = scaled_frequencies(rotation, length, device)
+    return rope.cos_sin_tables(positions, frequencies, dtype, scale)
 
-    RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
-    3.1 (arXiv 2407.21783), YaRN (arXiv 2309.00071) or LongRoPE (arXiv 2402.13753), or with interpolated
-    positions (arXiv 2306.15595). YaRN and LongRoPE also scale the tables. DeepSeek's models set that scale to
-    1 and scale the scores instead (model/mla.py).
+
+def scaled_frequencies(rotation: Rotation, length: int, device: torch.device) -> tuple[Tensor, float]:
+    """Return the frequencies [rotated / 2] for a longer context than the model was trained on, and the scale
+    of cos and sin.
+
+    Those of Llama 3.1 (arXiv 2407.21783), YaRN (arXiv 2309.00071) or LongRoPE (arXiv 2402.13753), or of
+    interpolated positions (arXiv 2306.15595). YaRN and LongRoPE also scale the tables. DeepSeek's models set
+    that scale to 1 and scale the scores instead (model/mla.py).
     """
     scaling = rotation.scaling
     scaled: dict[str, Any] = {}
@@ -179,17 +190,10 @@ def rope_tables(
         scaled |= {"low": scaling.low_freq, "high": scaling.high_freq, "original": scaling.original}
     if isinstance(scaling, YarnScaling):
         scaled |= {"truncate": scaling.truncate}
-    frequencies = rope.frequencies(
-        rotation.channels,
-        rotation.base,
-        **scaled,
-        device=positions.device,  # computed on the device: a copy from the host would block it
-    )
     scale = 1.0
     if isinstance(scaling, YarnScaling):
         scale = (rope.yarn_mscale(scaling.factor, scaling.mscale)
                  / rope.yarn_mscale(scaling.factor, scaling.mscale_all))
     elif isinstance(scaling, LongRopeScaling):
         scale = rope.longrope_scale(scaling.factor, scaling.original)
-    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
-    return rope.cos_sin_tables(positions, frequencies, dtype, scale)
+    return rope.frequencies(rotation.channels, rotation.base, **scaled, device=device), scale

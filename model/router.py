@@ -81,11 +81,11 @@ class RouterConfig:
     #   the score of its best expert (softmax, arXiv 2405.04434) or the sum of its two best (sigmoid,
     #   arXiv 2412.19437)
     scale: Positive = 1.0  # factor of the weights of the chosen experts
-    weighs: Literal["output", "input"] = "output"  # what the score of a routed expert multiplies: what it
-    #   gives, or what it reads (Llama 4)
+    weighs: Literal["output", "input"] = "output"  # what the score of a routed expert multiplies: its output,
+    #   or its input (Llama 4)
     logit_bias: bool = False  # a learned bias of the logits (gpt-oss)
     bias_rate: NotNegative | None = None  # a bias that affects only the choice of experts moves by this
-    #   against the load after each step (aux-loss-free, arXiv 2408.15664); none: there is no such bias
+    #   against the load after each step (aux-loss-free, arXiv 2408.15664); none: no such bias
     jitter: BelowOne = 0.0  # training: multiply the router's input by uniform(1 - jitter, 1 + jitter)
     #   (arXiv 2101.03961)
     aux: BalanceLossConfig | None = None  # load-balance loss
@@ -115,7 +115,7 @@ class ExpertsConfig(ChannelMixer):
     limit: Positive | None = None  # of each routed expert, as that of an MLP
     shared: SharedExpertsConfig | None = None  # experts that process every token
     router: RouterConfig = RouterConfig()
-    capacity: CapacityConfig | None = None  # training: tokens beyond it are dropped; none: no token is
+    capacity: CapacityConfig | None = None  # training: tokens beyond it are dropped; none: none are dropped
 
     @property
     def shared_width(self) -> int:
@@ -130,7 +130,7 @@ class ExpertsConfig(ChannelMixer):
         yield Rule(
             factor >= 1 / self.experts,
             f"model.mlp.capacity.factor: {factor} is below 1/experts = {1 / self.experts:g}, and most tokens "
-            "would be dropped; take 1 for a fair share, or model.mlp.capacity none to drop no token")
+            "would be dropped; use 1 for a fair share, or model.mlp.capacity none to drop no token")
 
         # layout
         yield Rule(
@@ -256,7 +256,8 @@ def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor |
     if jitter_rng is not None and not cfg.parallel.sp:
         positions = local_chunk(jitter_rng.positions[None], mesh.tp)[0]
         jitter_rng = replace(jitter_rng, positions=positions)
-    return RouterInputs(local_chunk(targets, mesh.tp) != IGNORE_INDEX, scale, jitter_rng)
+    own_targets = local_chunk(targets, mesh.tp) if mesh.tp.size > 1 else targets
+    return RouterInputs(own_targets != IGNORE_INDEX, scale, jitter_rng)
 
 
 class Router(nn.Module):
@@ -440,8 +441,8 @@ class Router(nn.Module):
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """Return [(box, tensor)] of the state besides the weight that persists across steps."""
-        found: list[tuple[Box, Tensor]] = []
+        results: list[tuple[Box, Tensor]] = []
         for name, value in (("bias", self.bias), ("load", self.load)):
             if value is not None:
-                found.append((Box.whole(f"{self.key}.{name}", value.shape), value))
-        return found
+                results.append((Box.whole(f"{self.key}.{name}", value.shape), value))
+        return results

@@ -71,9 +71,9 @@ class RouterStates:
         """
         if each_once and (self.mesh.dp_cp.index or self.mesh.tp.index):
             return []
-        found: list[tuple[Box, Tensor]] = []
+        results: list[tuple[Box, Tensor]] = []
         for router in self.local_routers:
             for box, value in router.boxes():
                 if not weights or value is router.bias:
-                    found.append((box, value))
-        return found
+                    results.append((box, value))
+        return results

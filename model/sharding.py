@@ -2,7 +2,7 @@
 data-parallel ranks shard them."""
 from torch import nn
 
-from config import OPTIMIZERS, Config, compression_block, mup_width_ratio
+from config import OPTIMIZERS, Config, compression_block, fp8_recipe, mup_width_ratio
 from config.axes import AXES, axis_degrees
 from model.precision import accumulation_bytes
 from parallel.sharding.packing import ALIGNMENT
@@ -46,5 +46,6 @@ def sharding_config(cfg: Config) -> ShardingConfig:
         separate_hidden=OPTIMIZERS[cfg.optim.name].needs_whole_matrices,
         offload_master=parallel.offload in ("optimizer", "both"),
         bf16_master=cfg.optim.states == "bf16",
+        has_fp8_copies=fp8_recipe(cfg.train) is not None,
         track_noise_scale=cfg.log.noise_scale,
     )

@@ -28,7 +28,7 @@ class SharedKeys:
     sources: Mapping[int, int] = field(default_factory=dict)
     kept: dict[int, KeysAndValues] = field(default_factory=dict)
 
-    def source_of(self, layer: int) -> int:
+    def get_source(self, layer: int) -> int:
         """Return the layer whose keys `layer` attends to: an earlier layer, or `layer` itself."""
         return self.sources.get(layer, layer)
 
@@ -87,24 +87,24 @@ def widths_between_stages(cfg: Config, layers: list[tuple[int, int]]) -> tuple[i
     Hidden states are [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]).
 
     Counts the hidden states and, on one rank, the keys and values, whose heads are sharded over tp. `layers`
-    holds (first, last) for each stage.
+    holds (first, end) for each stage.
     """
     tokens = cfg.parallel.tp if cfg.parallel.sp else 1  # key tokens per token of hidden states
     widths: list[int] = []
     for first, _ in layers:
-        carried = [numbers_of_token(cfg, layer) for layer in carried_into(cfg.model, first)]
+        carried = [token_width(cfg, layer) for layer in carried_into(cfg.model, first)]
         widths.append(cfg.model.hidden + tokens * sum(map(sum, carried)))
     return tuple(widths)
 
 
-def numbers_of_token(cfg: Config, layer: int) -> tuple[int, int]:
+def token_width(cfg: Config, layer: int) -> tuple[int, int]:
     """Return how many numbers one token's keys and values have on one rank: g/tp d and g/tp dv."""
     shape = head_shape(layer_model(cfg.model, layer))
     heads = max(1, shape.kv_heads // cfg.parallel.tp)
     return heads * shape.head_dim, heads * shape.value_dim
 
 
-def with_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
+def pack_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
     """Pack hidden states x and the shared keys into one tensor for the stage that begins at layer `first`."""
     carried = [keys.kept[layer] for layer in carried_into(cfg.model, first)]
     if not carried:
@@ -113,14 +113,14 @@ def with_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
     return torch.cat([one.flatten() for one in pieces]).view(*x.shape[:2], -1)
 
 
-def without_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
+def unpack_keys(x: Tensor, keys: SharedKeys, cfg: Config, first: int) -> Tensor:
     """Unpack what a stage received: returns the hidden states and stores keys and values in `keys`."""
     carried = carried_into(cfg.model, first)
     if not carried:
         return x
     b, s = x.shape[:2]
     tokens = b * s * (cfg.parallel.tp if cfg.parallel.sp else 1)
-    sizes = [tokens * size for layer in carried for size in numbers_of_token(cfg, layer)]
+    sizes = [tokens * size for layer in carried for size in token_width(cfg, layer)]
     hidden, *pieces = x.flatten().split((b * s * cfg.model.hidden, *sizes))
     for layer, k, v in zip(carried, pieces[::2], pieces[1::2]):
         shape = head_shape(layer_model(cfg.model, layer))
@@ -156,8 +156,8 @@ def sharing_rules(model: ModelConfig) -> Iterator[Rule]:
         source = likes[read]
         yield Rule(
             head_shape(source) == head_shape(like) and source.mixer.rope == like.mixer.rope,
-            f"{key}: {read!r} has other heads of keys or another RoPE than {name!r}, which reads its keys; "
-            "give both the same model.mixer.kv_heads, head_dim, value_dim and rope")
+            f"{key}: {read!r} has different key heads or a different RoPE than {name!r}, which reads its "
+            "keys; give both the same model.mixer.kv_heads, head_dim, value_dim and rope")
     last = kinds[-1]
     yield Rule(
         not modules_ahead(model) or keys_of(likes[last]) is None,

@@ -18,8 +18,8 @@ class Split(NamedTuple):
 BestSplits = dict[int, Split]  # by the number of layers in the stages so far
 
 
-def layers_of_stages(cfg: Config, stages: int) -> list[tuple[int, int]]:
-    """Return (first, last) of each stage's blocks, last excluded. Every stage has at least one block."""
+def split_layers(cfg: Config, stages: int) -> list[tuple[int, int]]:
+    """Return (first, end) of each stage's blocks: first .. end - 1. Every stage has at least one block."""
     if cfg.parallel.stages:
         sizes = positive_integers(cfg.parallel.stages)
     else:
@@ -48,15 +48,15 @@ def split_by_cost(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, .
 def with_one_more_stage(best: BestSplits, costs: list[float], extra: float) -> BestSplits:
     """Extend the best splits by one stage. `costs` covers the layers that it may hold; `extra` is the cost
     of its other parts."""
-    found: BestSplits = {}
+    result: BestSplits = {}
     for start, before in best.items():
         stage_cost = 0.0
         for end in range(start + 1, len(costs) + 1):
             stage_cost += costs[end - 1]
             heaviest = max(before.heaviest, stage_cost + extra)
-            if end not in found or heaviest < found[end].heaviest:
-                found[end] = Split(heaviest, (*before.sizes, end - start))
-    return found
+            if end not in result or heaviest < result[end].heaviest:
+                result[end] = Split(heaviest, (*before.sizes, end - start))
+    return result
 
 
 def relative_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float]:

@@ -11,7 +11,7 @@ from model.modules import ModuleList
 from model.moe import MoE
 from model.norm import add_residual
 from model.router import Router, make_router_inputs, mixture
-from model.shared_keys import with_keys, without_keys
+from model.shared_keys import pack_keys, unpack_keys
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
 from parallel.sharding.spec import ShardedParameter
@@ -25,21 +25,23 @@ class PipelineStage(nn.Module):
     The stage with block 0 has the embedding, the one with the last block the output head.
     """
 
-    def __init__(self, cfg: Config, mesh: Mesh, first: int, last: int,
+    def __init__(self, cfg: Config, mesh: Mesh, first: int, end: int,
                  table: ShardedParameter | None = None, ends_are_apart: bool = False) -> None:
-        """Build blocks first .. last - 1. `table` is the embedding's, if another stage of this rank has
+        """Build blocks first .. end - 1. `table` is the embedding's, if another stage of this rank has
         it. `ends_are_apart` says that the first and last stage are on different ranks."""
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
-        self.first, self.last = first, last
+        self.first, self.end = first, end
         self.experts = mixture(cfg.model)
+        has_jitter = self.experts is not None and self.experts.router.jitter > 0
+        self.draws_numbers = cfg.model.dropout > 0 or has_jitter
         self.embedding = Embedding(cfg, mesh, ends_are_apart) if first == 0 else None
         if self.embedding is not None:
             table = self.embedding.weight
-        self.blocks = ModuleList(TransformerBlock(cfg, mesh, layer) for layer in range(first, last))
+        self.blocks = ModuleList(TransformerBlock(cfg, mesh, layer) for layer in range(first, end))
         self.head = None
-        if last == cfg.model.layers:
+        if end == cfg.model.layers:
             self.head = OutputHead(cfg, mesh, table, ends_are_apart)
 
     # ---- parts ---------------------------------------------------------------------------------------------
@@ -79,28 +81,19 @@ class PipelineStage(nn.Module):
         Returns hidden states for the next stage, or on the last stage the summed loss times scale. Dropout,
         jitter and router losses apply where gradients are on.
         """
-        if torch.is_grad_enabled():
-            context = self.training_context(microbatch, scale)
-        else:
-            context = forward_context(
-                self.cfg,
-                microbatch.positions,
-                microbatch.documents,
-                document_counts=microbatch.document_counts,
-                sequence_is_sharded=microbatch.sequence_positions is not None,
-            )
+        context = self.context_of(microbatch, scale)
         x, residual = self.run_blocks(x, microbatch.positions, context)
         if self.head is None:
             return self.output(x, residual, context)
         return self.head(x, LossInputs(microbatch, scale, context), residual=residual)
 
-    def training_context(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
-        """Return the context of a forward pass with dropout and router losses."""
+    def context_of(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
+        """Return the context of a microbatch, with dropout and router losses if gradients are on."""
         cfg = self.cfg
-        is_random = cfg.model.dropout or (self.experts and self.experts.router.jitter)
-        rng = self.dropout_rng(microbatch) if is_random else None
-        router_inputs = None
-        if self.experts is not None:
+        rng = router_inputs = None
+        if torch.is_grad_enabled() and self.draws_numbers:
+            rng = self.dropout_rng(microbatch)
+        if torch.is_grad_enabled() and self.experts is not None:
             router_inputs = make_router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)
         return forward_context(
             cfg,
@@ -134,16 +127,17 @@ class PipelineStage(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, positions, context.dropout_rng)
         else:
-            x = without_keys(x, context.shared_keys, self.cfg, self.first)
+            x = unpack_keys(x, context.shared_keys, self.cfg, self.first)
         residual = None
         for block in self.blocks:
             x, residual, router_stats = block(x, residual, context)
-            block.add_router_stats(router_stats)
+            if router_stats is not None:
+                block.add_router_stats(router_stats)
         return x, residual
 
     def output(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> Tensor:
         """Return the single tensor that is sent to the next stage."""
-        return with_keys(add_residual(x, residual), context.shared_keys, self.cfg, self.last)
+        return pack_keys(add_residual(x, residual), context.shared_keys, self.cfg, self.end)
 
     def hidden_states(self, x: Tensor, positions: Tensor, documents: Tensor | None = None, *,
                       dropout_rng: DropoutRng | None = None, cache: GenerationCache | None = None) -> Tensor:
@@ -162,6 +156,6 @@ class PipelineStage(nn.Module):
         Raises ValueError unless the stage is a full model.
         """
         if self.embedding is None or self.head is None:
-            raise ValueError("a stage without the first or the last block is no full model")
+            raise ValueError("a stage without the first or the last block is not a full model")
         x = self.hidden_states(tokens, positions, cache=cache)
         return self.head(x, position=position)

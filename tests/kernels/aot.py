@@ -9,7 +9,7 @@ python tests/kernels/aot.py [80 86 90 100] [--only NAME] > tests/kernels/aot.txt
 
 ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The
 shapes are those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters
-the kernels' own. Gradients of attention are written, or (_add) added to what is there, as a ring does it.
+the kernels' own. Gradients of attention are in 16 bits, or (_ring) in fp32, as a ring adds them.
 """
 
 import argparse
@@ -29,29 +29,22 @@ from triton.compiler import ASTSource
 
 from kernels import (
     adam,
-    attention_backward,
-    attention_blocks,
-    attention_forward,
-    attention_launch,
+    attention_triton,
     cross_entropy,
     embedding,
     expert_order,
     fp8,
-    fp8_formula,
     fp8_gemm,
     fp8_grouped,
-    fp8_rope,
     grouped_gemm,
-    head_norm,
-    latent_heads,
     linear,
-    newton_schulz,
     norm,
     permute,
     rope,
     router,
     swiglu,
 )
+from kernels.unproven import fp8_formula, fp8_norm, fp8_rope, head_norm, latent_heads
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
@@ -82,15 +75,13 @@ class Case:
     types: dict = field(default_factory=dict)
     kind: str = "memory"  # memory: 128-bit loads must be there; gemm: tensor cores
     chips: tuple = CHIPS
-    of_chip: dict = field(default_factory=dict)  # meta that depends on the chip
-    types_of_chip: dict = field(default_factory=dict)  # types that depend on it
 
 
 STATISTICS = {
     **{n: "*fp32" for n in ("SCALE", "MEAN", "DWEIGHT", "DBIAS", "OF_ROWS", "OF_COLUMNS")},
     "eps": "fp32",
 }
-NORM_BACKWARD = {"KIND": None, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)}
+NORM_BACKWARD = norm.launch_meta(4096, norm.BACKWARD_PER_WARP)
 GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
 STRIDES = ("i32", "i32", "i32")
 ROPE = {
@@ -115,19 +106,16 @@ LATENT = {
 LATENT_META = latent_heads.launch_meta(16, 128, 64, pairs=True)
 VALUES = {"VALUE": 128, "VALUE_BLOCK": 128}
 FLASH = {
-    **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "delta")},
-    **{n: "fp32" for n in ("scale", "factor", "root")},
-    **{n: "*fp32" for n in ("LSE", "DELTA", "STARTS", "SCORE_START", "DPROB_START", "PARTS")},
+    **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")},
+    "scale": "fp32",
+    **{n: "*fp32" for n in ("LSE", "DELTA")},
     **{n: "*i32" for n in ("FIRST_KEY", "QUERY_END")},
 }
-# what the copy engine reads and writes: (in blocks of queries or of keys, of as many channels as)
-FLASH_BLOCKS = {
-    "Q": ("BLOCK_M", "HEAD_DIM"),
-    "K": ("BLOCK_N", "HEAD_DIM"),
-    "V": ("BLOCK_N", "VALUE_DIM"),
-    "DOUT": ("BLOCK_M", "VALUE_DIM"),
+FLASH_KERNELS = {
+    "forward": attention_triton.forward_kernel,
+    "dq": attention_triton.dq_kernel,
+    "dkv": attention_triton.dkv_kernel,
 }
-FLASH_GRADIENTS = {"DK": ("BLOCK_N", "HEAD_DIM"), "DV": ("BLOCK_N", "VALUE_DIM")}
 
 
 def flash(
@@ -136,63 +124,30 @@ def flash(
     e: int,
     bounded: bool = False,
     chips: tuple = CHIPS,
-    add: bool = False,
+    ring: bool = False,
     softcap: float | None = None,
 ) -> Case:
-    """As kernels/attention_launch.py launches it: by the copy engine where the chip has one.
-
-    add: to gradients in fp32, as a ring does.
-    """
-    kernel, table = ATTENTION[name]
-    largest = attention_blocks.padded(max(d, e))
-    described = dict(FLASH_BLOCKS)
-    types = dict(FLASH)
-    if name == "attention_five":
-        described |= FLASH_GRADIENTS
-        types["DQ"] = "*fp32"
-    if add:
-        types |= dict.fromkeys(("DQ", "DK", "DV"), "*fp32")
-    of_chip, types_of_chip = {}, {}
-    for chip in chips:
-        shared = SHARED_BYTES[chip] - RESERVED_BYTES
-        size = attention_launch.entries_of(table, chip // 10, shared, softcap is not None).get(largest)
-        if size is None:
-            continue
-        tma = chip in TMA
-        way = {"ADD": add}
-        if name == "attention":
-            way = {"AHEAD": chip // 10 in attention_launch.SCORES_AHEAD}
-        meta = {"TMA": tma, **way, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), size))}
-        of_chip[chip] = meta
-        dims = meta | {"HEAD_DIM": d, "VALUE_DIM": e}
-        types_of_chip[chip] = {
-            n: f"tensordesc<{'fp32' if add and n in FLASH_GRADIENTS else 'bf16'}"
-            f"[1,1,{dims[rows]},{attention_blocks.padded(dims[dim])}]>"
-            for n, (rows, dim) in (described.items() if tma else ())
-        }
+    """As kernels/attention_triton.py launches it. ring: gradients in fp32."""
+    blocks = attention_triton.BLOCKS[name][attention_triton.padded(max(d, e))]
     return Case(
-        kernel,
+        FLASH_KERNELS[name],
         {
             "CAUSAL": True,
             "BOUNDED": bounded,
             "SOFTCAP": softcap,
+            "BLOCK_M": blocks.queries,
+            "BLOCK_N": blocks.keys,
             "HEAD_DIM": d,
             "VALUE_DIM": e,
+            "num_warps": blocks.warps,
+            "num_stages": blocks.stages,
         },
-        types,
+        FLASH | (dict.fromkeys(("DQ", "DK", "DV"), "*fp32") if ring else {}),
         "gemm",
-        tuple(of_chip),
-        of_chip,
-        types_of_chip,
+        chips,
     )
 
 
-ATTENTION = {
-    "attention": (attention_forward.forward_kernel, attention_launch.FORWARD_BLOCKS),
-    "attention_five": (attention_backward.backward_kernel, attention_launch.BACKWARD_BLOCKS),
-    "attention_dq": (attention_backward.dq_kernel, attention_launch.DQ_BLOCKS),
-    "attention_dkv": (attention_backward.dkv_kernel, attention_launch.DKV_BLOCKS),
-}
 ADAM = (
     {n: "*fp32" for n in ("PARAM", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "GRAD_SCALE")}
     | {"IS_FINITE": "*i1"}
@@ -295,7 +250,7 @@ def eight_bits(a: str, b: str, gradient: bool, grouped: bool) -> tuple[dict, dic
     constants = {
         name: value for name, value in steps._asdict().items() if name.isupper() or value == 1
     }  # a stride of 1 is compiled in
-    tile = fp8_grouped.tile_of(steps) if grouped else fp8_gemm.tile_of(steps)
+    tile = fp8_grouped.get_tile(steps) if grouped else fp8_gemm.get_tile(steps)
     names = {fp8.E4M3: "fp8e4nv", fp8.E5M2: "fp8e5"}
     return (
         {**tile, **constants},
@@ -353,7 +308,7 @@ def cast(kind: str, rows: int, columns: int, *, ahead: bool = True, back: bool =
 
 
 def of_formula(kernel, formula: str, kind: str, **constants) -> Case:
-    """A kernel of kernels/fp8_formula.py. Arguments that the formula has not are None."""
+    """A kernel of kernels/unproven/fp8_formula.py. Arguments that the formula has not are None."""
     norms = ("WEIGHT", "BIAS", "INVERSE", "MEAN")
     absent = {"swiglu": ("DY", *norms), "swiglu_backward": norms, "norm": ("DY", "BIAS", "MEAN")}[formula]
     halves = 2 if formula == "swiglu_backward" else 1
@@ -389,7 +344,7 @@ def formula_maxima(formula: str, kind: str) -> Case:
 
 
 def rope_gradient(kernel, kind: str, **constants) -> Case:
-    """A kernel of kernels/fp8_rope.py, for heads of 128 channels."""
+    """A kernel of kernels/unproven/fp8_rope.py, for heads of 128 channels."""
     outputs = ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK", "OF_ROWS", "OF_COLUMNS")
     return Case(
         kernel,
@@ -413,12 +368,12 @@ def rope_gradient_cast(kind: str) -> Case:
     )
 
 
-def norm_for_fp8(kind: str, backward: bool) -> Case:
-    """A norm beside fp8 linears, with a residual."""
-    kernel = norm.backward_kernel if backward else norm.unwritten_kernel
-    per_warp = norm.BACKWARD_PER_WARP if backward else norm.FORWARD_PER_WARP
-    meta = {"KIND": kind, "HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, per_warp)}
-    return Case(kernel, meta, STATISTICS)
+def norm_for_fp8(kind: str) -> Case:
+    """A norm before an fp8 linear, with a residual."""
+    meta = {"KIND": kind, "HAS_RESIDUAL": True, "LAYER": False}
+    return Case(
+        fp8_norm.deferred_kernel, meta | norm.launch_meta(4096, norm.FORWARD_PER_WARP), STATISTICS
+    )
 
 
 ROUTER = {
@@ -487,7 +442,6 @@ CASES = {
     "rms_norm_backward_heads": Case(
         norm.backward_kernel,
         {
-            "KIND": None,
             "HAS_RESIDUAL": False,
             "LAYER": False,
             **norm.launch_meta(128, norm.BACKWARD_PER_WARP),
@@ -506,11 +460,6 @@ CASES = {
     ),
     "rope": Case(
         rope.rope_kernel, {"HALF": 64, "INVERSE": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, ROPE
-    ),
-    "rope_merge": Case(
-        rope.merge_gradients_kernel,
-        {"HALF": 64, "HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "num_warps": 4},
-        HEADS,
     ),
     "head_norm": Case(head_norm.head_norm_kernel, head_norm.launch_meta(32, 8, 128), HEADS),
     **{
@@ -548,30 +497,6 @@ CASES = {
     ),
     "gelu": Case(swiglu.gelu_kernel, GELU),
     "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
-    "attention_delta": Case(
-        attention_backward.delta_kernel,
-        {"BLOCK_M": attention_launch.DELTA_ROWS, "VALUE_DIM": 128, "num_warps": 4},
-        FLASH,
-    ),
-    "attention_add_parts": Case(
-        attention_backward.add_parts_kernel,
-        {"ADD": False, "BLOCK_M": 32, "HEAD_DIM": 64, "num_warps": 4},
-        FLASH,
-    ),
-    "attention_starts": Case(
-        attention_backward.starts_kernel,
-        {"BLOCK_M": attention_launch.STARTS_ROWS, "num_warps": 4},
-        FLASH,
-    ),
-    "attention_merge": Case(
-        attention_forward.merge_kernel,
-        {"BLOCK_M": attention_launch.DELTA_ROWS, "VALUE_DIM": 128, "num_warps": 4},
-        {
-            **FLASH,
-            **{name: "*fp32" for name in ("OUT", "OTHER", "OTHER_LSE")},
-            **{f"{name}_strides": STRIDES for name in ("other", "other_lse")},
-        },
-    ),
     "cross_entropy": Case(
         cross_entropy.softmax_kernel, {"STATISTICS": True, "GRADIENT": True, **CE_META}, CE
     ),
@@ -612,12 +537,7 @@ CASES = {
         {"ROWS": 8, "BLOCK": 1024, "num_warps": 8},
         {"IDS": "*i64", "ORDER": "*i64", "ENDS": "*i64", "INTO": "*fp32"},
     ),
-    **{
-        f"rms_norm{'_backward' * backward}_fp8_{kind}": norm_for_fp8(kind, backward)
-        for backward in (False, True)
-        for kind in ("tensor", "row", "group")
-        if not (backward and kind == "group")
-    },
+    **{f"rms_norm_fp8_{kind}": norm_for_fp8(kind) for kind in ("tensor", "row", "group")},
     **{
         f"fp8_{formula.replace('backward', 'back')}_{kind}": formula_cast(formula, kind)
         for formula in ("norm", "swiglu", "swiglu_backward")
@@ -656,17 +576,6 @@ CASES = {
     "scaled_grouped_row": scaled_grouped("row", "row", gradient=False),
     "scaled_grouped_row_e5m2": scaled_grouped("row", "row", gradient=True),
     "scaled_grouped_matrix": scaled_grouped("row", "matrix", gradient=False),
-    "symmetric": Case(
-        newton_schulz.symmetric_kernel,
-        {**newton_schulz.TILE, "ADD": True},
-        {
-            "scale": "fp32",
-            "beta": "fp32",
-            **descriptors(X=(newton_schulz.TILE["M"], newton_schulz.TILE["K"])),
-        },
-        "gemm",
-        TMA,
-    ),
     "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE, True),
     "weight_gradient_first": wgrad(linear.wgrad_kernel, linear.TILE, False),
     "grouped": grouped(False),
@@ -682,34 +591,24 @@ CASES = {
     "grouped_wgrad_gather_dy": gathered_wgrad(True, True),
     "grouped_wgrad_gather_dy_first": gathered_wgrad(True, False),
     **{
-        f"{name}_{d}_{e}{'_window' * bounded}": flash(name, d, e, bounded, chips)
-        for name in ATTENTION
+        f"attention_{name}_{d}_{e}{'_window' * bounded}": flash(name, d, e, bounded, chips)
+        for name in FLASH_KERNELS
         for d, e, bounded, chips in (
             (64, 64, False, CHIPS),
-            (64, 64, True, (90, 100)),
             (128, 128, False, CHIPS),
-            (128, 128, True, CHIPS),
-            (192, 128, False, (90,)),
-            (192, 128, True, (90,)),
+            (128, 128, True, SMALL),
+            (192, 128, True, SMALL),
             (256, 256, False, SMALL),
         )
     },
     **{
-        f"{name}_{d}_{e}_add": flash(name, d, e, chips=chips, add=True)
-        for name in ("attention_five", "attention_dq", "attention_dkv")
-        for d, e, chips in (
-            (64, 64, (90,)),
-            (128, 128, CHIPS),
-            (192, 128, (90,)),
-            (256, 256, (90,)),
-        )
-        if flash(name, d, e, chips=chips).chips  # which have the kernel at these head dims
+        f"attention_{name}_128_128_ring": flash(name, 128, 128, bounded=True, ring=True)
+        for name in ("dq", "dkv")
     },
     **{
-        f"{name}_{d}_{d}_softcap": flash(name, d, d, bounded=True, chips=chips, softcap=50.0)
-        for name in ATTENTION
-        for d, chips in ((64, CHIPS), (128, CHIPS), (256, SMALL))
-        if flash(name, d, d, softcap=50.0).chips
+        f"attention_{name}_{d}_{d}_softcap": flash(name, d, d, bounded=True, softcap=50.0)
+        for name in FLASH_KERNELS
+        for d in (64, 128, 256)
     },
 }
 
@@ -717,12 +616,11 @@ CASES = {
 def binary_of(case: Case, chip: int):
     """What Triton compiles a kernel into for a chip: `asm` has its PTX and its machine code."""
     names = case.kernel.arg_names
-    meta = case.meta | case.of_chip.get(chip, {})
+    meta = case.meta
     options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
     constants = {k: v for k, v in meta.items() if k not in options}
-    case_types = case.types | case.types_of_chip.get(chip, {})
     types = {
-        n: "constexpr" if n in constants else case_types.get(n, "*bf16" if n.isupper() else "i32")
+        n: "constexpr" if n in constants else case.types.get(n, "*bf16" if n.isupper() else "i32")
         for n in names
     }
     aligned = {

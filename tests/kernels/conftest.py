@@ -68,23 +68,10 @@ def training(small_products, request, record_property):
 @pytest.fixture
 def small_blocks(interpreted, monkeypatch):
     """Attention in blocks of 16 and 32, where there is no GPU. Its value: the device."""
-    from kernels import attention_launch as launch
+    from kernels import attention_triton as twin
 
     if interpreted.type == "cpu":
-        blocks = {9: {dim: (16, 32, 4, 1) for dim in (64, 128)}}
-        for table in ("FORWARD_BLOCKS", "BACKWARD_BLOCKS", "DQ_BLOCKS", "DKV_BLOCKS"):
-            monkeypatch.setattr(launch, table, blocks.copy())
-        monkeypatch.setattr(launch, "FP32_BLOCKS", (32, 16, 4, 1))
-        monkeypatch.setattr(launch, "DELTA_ROWS", 16)
-        monkeypatch.setattr(launch, "STARTS_ROWS", 32)
+        small = dict.fromkeys((64, 128), twin.Blocks(16, 32, 4, 1))
+        monkeypatch.setattr(twin, "BLOCKS", dict.fromkeys(twin.BLOCKS, small))
+        monkeypatch.setattr(twin, "FP32_BLOCKS", twin.Blocks(32, 16, 4, 1))
     return interpreted
-
-
-@pytest.fixture(params=("five products", "seven products"))
-def small(small_blocks, monkeypatch, request):
-    """The same by both ways of attention's backward."""
-    from kernels import attention_launch as launch
-
-    if request.param == "seven products":
-        monkeypatch.setattr(launch, "BACKWARD_BLOCKS", {8: {}, 9: {}, 10: {}})
-    return small_blocks

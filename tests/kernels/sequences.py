@@ -1,4 +1,4 @@
-"""What the tests of layers with a state share: results with gradients, documents, stand-ins for libraries."""
+"""Shared by the tests of layers with a state: results with gradients, documents, stand-ins for libraries."""
 
 import sys
 import types

@@ -1,9 +1,11 @@
 """Every activation against torch's own operations, differentiated by autograd."""
+
 import pytest
 import torch
 import torch.nn.functional as F
+from definitions import check
 
-from kernels.activations import ACTIVATIONS, activation_of
+from kernels.activations import ACTIVATIONS, get_activation
 
 
 def halves(x):
@@ -44,7 +46,7 @@ DEFINITIONS = {
     "limited swiglu": limited_swiglu,
     "xielu": xielu,
 }
-EVERY = {**ACTIVATIONS, "limited swiglu": activation_of("swiglu", 7.0)}
+EVERY = {**ACTIVATIONS, "limited swiglu": get_activation("swiglu", 7.0)}
 
 
 def test_every_activation_has_a_definition():
@@ -61,29 +63,17 @@ def test_every_activation_has_a_definition():
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
 )
-def test_against_torch(name, weighted, dtype, bound):
+def test_an_activation_is_its_definition(name, weighted, dtype, bound):
+    activation, definition = EVERY[name], DEFINITIONS[name]
+    wide = torch.promote_types(dtype, torch.float32)
     x = (5 * torch.randn(9, 14)).to(dtype).requires_grad_()
-    weight = torch.rand(9).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-    exact = x.detach().double().requires_grad_()
-    exact_weight = weight.detach().double().requires_grad_()
-
-    activation = EVERY[name]
-    numbers = [torch.randn(1, dtype=weight.dtype, requires_grad=True) for _ in activation.learned]
-    exact_numbers = [number.detach().double().requires_grad_() for number in numbers]
     if weighted:
-        got, want = activation.weighted(x, weight), DEFINITIONS[name](exact) * exact_weight[:, None]
-        leaves, exact_leaves = (x, weight), (exact, exact_weight)
+        leaves = [x, torch.rand(9).to(wide).requires_grad_()]
+        (y,) = check(activation.weighted, lambda x, w: definition(x) * w[:, None], leaves, bound)
     else:
-        got, want = activation.function(x, *numbers), DEFINITIONS[name](exact, *exact_numbers)
-        leaves, exact_leaves = (x, *numbers), (exact, *exact_numbers)
-    dy = torch.randn(want.shape).to(dtype)
-    grads = torch.autograd.grad(got, leaves, dy)
-    exact_grads = torch.autograd.grad(want, exact_leaves, dy.double())
-
-    assert got.shape[-1] == (7 if activation.is_gated else 14)
-    assert got.dtype == dtype and all(a.dtype == leaf.dtype for a, leaf in zip(grads, leaves))
-    for a, b in zip((got, *grads), (want, *exact_grads)):
-        assert (a.double() - b).norm() <= bound * b.norm()
+        numbers = [torch.randn(1, dtype=wide, requires_grad=True) for _ in activation.learned]
+        (y,) = check(activation.function, definition, [x, *numbers], bound)
+    assert y.shape[-1] == (7 if activation.is_gated else 14)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -30,7 +30,7 @@ def test_five_steps(dtype, bound, form, monkeypatch):
         grad = theirs.grad / factor
         kept = grad.clone()
         if form == "picked":
-            adamw(param, grad, m, v, step=step, grad_scale=factor, is_good=YES, weight_copy=low, **HYPER)
+            adamw(param, grad, m, v, numbers(step, factor), weight_copy=low)
             assert torch.equal(low, param.bfloat16())
         else:
             adamw_reference(param, grad, m, v, numbers(step, factor, YES))
@@ -44,28 +44,19 @@ def test_five_steps(dtype, bound, form, monkeypatch):
 def test_a_skipped_step_changes_nothing(form):
     before = [torch.randn(10), torch.rand(10), torch.rand(10), torch.randn(10).bfloat16()]
     param, m, v, low = (t.clone() for t in before)
-    grad, no = torch.full((10,), float("nan")), torch.tensor(False)
+    grad = torch.full((10,), float("nan"))
+    skipped = numbers(3, torch.tensor(float("nan")), is_good=torch.tensor(False))
     if form == "picked":
-        adamw(
-            param,
-            grad,
-            m,
-            v,
-            step=3,
-            grad_scale=torch.tensor(float("nan")),
-            is_good=no,
-            weight_copy=low,
-            **HYPER,
-        )
+        adamw(param, grad, m, v, skipped, weight_copy=low)
     else:
-        adamw_reference(param, grad, m, v, numbers(3, torch.tensor(float("nan")), no))
+        adamw_reference(param, grad, m, v, skipped)
     assert all(torch.equal(a, b) for a, b in zip((param, m, v, low), before))
 
 
 def test_nothing_to_update():
     """A rank may own no element of a bucket: the call is one, and the tensors stay as they are."""
     empty = [torch.zeros(0) for _ in range(5)]
-    adamw(*empty[:4], step=1, grad_scale=ONE, is_good=YES, weight_copy=empty[4], **HYPER)
+    adamw(*empty[:4], numbers(1, ONE), weight_copy=empty[4])
     assert [tensor.shape for tensor in empty] == [(0,)] * 5
     assert torch.equal(ONE, torch.tensor(1.0)) and bool(YES)
 
@@ -82,23 +73,13 @@ def test_triton(interpreted, monkeypatch, low_dtype):
             torch.tensor(0.3, device=interpreted),
             torch.tensor(True, device=interpreted),
         )
-        adamw(param, grad, m, v, step=step, grad_scale=factor, is_good=ok, weight_copy=low, **HYPER)
+        adamw(param, grad, m, v, numbers(step, factor, ok), weight_copy=low)
         adamw_reference(want[0], grad, *want[1:], numbers(step, factor, ok))
     for a, b in zip((param, m, v), want):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert low is None or torch.equal(low, param.to(low_dtype))
     before = [t.clone() for t in (param, m, v)]
-    adamw(
-        param,
-        torch.full_like(param, torch.nan),
-        m,
-        v,
-        step=8,
-        grad_scale=factor,
-        is_good=~ok,
-        weight_copy=low,
-        **HYPER,
-    )
+    adamw(param, torch.full_like(param, torch.nan), m, v, numbers(8, factor, ~ok), weight_copy=low)
     assert all(torch.equal(a, b) for a, b in zip((param, m, v), before))
 
 
@@ -122,12 +103,9 @@ def test_triton_with_states_in_bf16(interpreted, monkeypatch, low_dtype, place):
             state[0],
             grad,
             *state[1:],
-            step=step,
-            grad_scale=factor,
-            is_good=ok,
+            numbers(step, factor, ok),
             weight_copy=low,
             element_index=place,
-            **HYPER,
         )
         adamw_bf16_states(want[0], grad, *want[1:], numbers(step, factor, ok), None, place)
         assert all(torch.equal(a, b) for a, b in zip(state, want))
@@ -136,31 +114,25 @@ def test_triton_with_states_in_bf16(interpreted, monkeypatch, low_dtype, place):
         state[0],
         torch.full_like(grad, torch.nan),
         *state[1:],
-        step=8,
-        grad_scale=factor,
-        is_good=~ok,
+        numbers(8, factor, ~ok),
         weight_copy=low,
         element_index=place,
-        **HYPER,
     )
     assert all(torch.equal(a, b) for a, b in zip(state, want))
 
 
 def test_states_in_bf16_are_rounded_block_by_block_and_a_skipped_step_changes_nothing(monkeypatch):
-    place, how = (
-        ElementIndex(salt(1, 1, "w"), 500, 10, 64, 7),
-        {**HYPER, "step": 3, "grad_scale": torch.tensor(0.3)},
-    )
+    place, factor = ElementIndex(salt(1, 1, "w"), 500, 10, 64, 7), torch.tensor(0.3)
     start, grad = (
         [t.bfloat16() for t in (torch.randn(150), torch.randn(150), torch.rand(150))],
         torch.randn(150),
     )
     whole, blocks, kept = ([t.clone() for t in start] for _ in range(3))
     low = torch.empty(150, dtype=torch.float16)
-    adamw(whole[0], grad, *whole[1:], is_good=YES, element_index=place, weight_copy=low, **how)
+    adamw(whole[0], grad, *whole[1:], numbers(3, factor), element_index=place, weight_copy=low)
     monkeypatch.setattr(adam, "BLOCK", 64)
-    adamw(blocks[0], grad, *blocks[1:], is_good=YES, element_index=place, **how)
-    adamw(kept[0], torch.full_like(grad, torch.nan), *kept[1:], is_good=~YES, element_index=place, **how)
+    adamw(blocks[0], grad, *blocks[1:], numbers(3, factor), element_index=place)
+    adamw(kept[0], torch.full_like(grad, torch.nan), *kept[1:], numbers(3, factor, ~YES), element_index=place)
     assert all(torch.equal(a, b) for a, b in zip(whole, blocks)) and all(
         torch.equal(a, b) for a, b in zip(kept, start)
     )
@@ -183,18 +155,18 @@ def test_at_training_sizes(training, in_bf16):
     names = "param", "exp_avg", "exp_avg_sq"
     factor, ok = torch.tensor(0.5, device=device), torch.tensor(True, device=device)
     hyper = HYPER | {"eps": 1e-3}  # large enough to matter
+    step = AdamWStep(step=7, grad_scale=factor, is_good=ok, **hyper)
 
     def ours():
         param, *moments = (x.clone() for x in state)
         options = {"weight_copy": torch.empty(n, dtype=BF16, device=device)}
         if in_bf16:
             options = {"element_index": ElementIndex(salt=3, base=5, width=n, stride=n)}
-        adamw(param, grad, *moments, step=7, grad_scale=factor, is_good=ok, **hyper, **options)
+        adamw(param, grad, *moments, step, **options)
         return dict(zip(names, (param, *moments))) | {"copy": options.get("weight_copy")}
 
     def definition():
         param, *moments = (x.double() for x in state)
-        step = AdamWStep(step=7, grad_scale=factor, is_good=ok, **hyper)
         adamw_reference(param, grad.double(), *moments, step)
         return dict(zip(names, (param, *moments))) | {"copy": param}
 

@@ -429,7 +429,7 @@ def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation, capsys)
 def test_a_card_runs_every_library(monkeypatch, calls, cudnn_operation, training):
     """The tests marked gpu compare each with the definition, and lab/benchmarks/rates.py times each."""
     monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 1)
-    monkeypatch.setattr(attention_cudnn, "MOST_PADDING", 64)
+    monkeypatch.setattr(attention_cudnn, "MAX_PADDING", 64)
     cudnn_operation()
     install(monkeypatch, "cudnn", frontend_stand_in(calls))
     install(monkeypatch, "flash_attn", flash_stand_in(calls))

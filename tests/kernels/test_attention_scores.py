@@ -10,7 +10,6 @@ import torch
 from dense_mask import dense_attention
 
 from kernels import attention as kernel
-from kernels import attention_launch as launch
 from kernels import partial_attention as parts
 from kernels.attention import BLOCK, attention
 from kernels.attention_mask import make_attention_mask
@@ -188,9 +187,9 @@ TRITON_MASKS = ("window", "documents", "chunks", "all", "cache", "chunks of a ca
 @pytest.mark.parametrize("name", TRITON_MASKS)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize("form", ["scale", "soft cap", "all"])
-def test_triton(small, name, dtype, bound, form):
-    """Blocks of 16 and 32; both ways of the backward."""
-    (q, k, v, sinks), dy, mask = draw(name, d=24, e=16, dtype=dtype, device=small, sizes=(1, 4, 2))
+def test_triton(small_blocks, name, dtype, bound, form):
+    """Blocks of 16 and 32."""
+    (q, k, v, sinks), dy, mask = draw(name, d=24, e=16, dtype=dtype, device=small_blocks, sizes=(1, 4, 2))
     leaves = [q, k, v, sinks.detach().float().requires_grad_()]
     exact = [x.detach().double().requires_grad_() for x in leaves]
     got = with_gradients(lambda *qkv, **f: attention(*qkv, mask, "triton", **f), leaves, FORMS[form], dy)
@@ -218,15 +217,6 @@ def test_triton_parts(small_blocks, softcap):
     partial_backward(dy, q, k, v, mask, got_lse, delta.float(), into, add=True, form=form)
     for a, c in zip(into, want):
         torch.testing.assert_close(a.double() - 1, c, rtol=1e-4, atol=1e-4)
-
-
-def test_scores_ahead_are_the_same_bits(small_blocks, monkeypatch):
-    (q, k, v, _), _, mask = draw("all", d=16, e=16, dtype=torch.bfloat16, device=small_blocks)
-    results = []
-    for ahead in ((9, 10), ()):
-        monkeypatch.setattr(launch, "SCORES_AHEAD", ahead)
-        results.append(attention_part(q, k, v, mask, form=ScoreForm(softcap=1.5)))
-    assert all(torch.equal(a, c) for a, c in zip(*results))
 
 
 def test_what_triton_runs_where_no_library_has_it(small_blocks, capfd):

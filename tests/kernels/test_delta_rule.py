@@ -1,5 +1,5 @@
-"""The gated delta rule with a gate for each head or each channel: against the formula in fp64, against
-transformers, in parts, and by a library.
+"""The gated delta rule with a gate for each head or each channel: against transformers, and by a library.
+(Against its formula, in parts and in bf16: test_sequence_layers.py.)
 """
 
 import math
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from sequences import DOCUMENTS, TOKENS, assert_near, copies, ids, install, results, saved_elements, uninstall
+from sequences import TOKENS, assert_near, copies, ids, install, results, uninstall
 
 from kernels import delta_rule as kernel
 from kernels.attention_mask import DocumentCounts
@@ -67,74 +67,12 @@ def run(function, documents=None, **options):
     return lambda *leaves: function(*leaves[:5], state=leaves[5], documents=documents, **options)
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("documents", [None, ids()], ids=["one document", "documents"])
-@pytest.mark.parametrize("h_k", [4, 2])
-def test_it_is_the_formula(gate, documents, h_k):
-    """All results and gradients in fp64, for chunks that divide 37 tokens and for others."""
-    leaves = inputs(gate, h_k=h_k)
-    want = results(lambda *leaves: definition(*leaves, documents), leaves)
-    assert_near(results(run(recurrent_delta_rule, documents), leaves), want, 1e-10)
-    for chunk in (1, 8, 64):
-        assert_near(results(run(delta_rule, documents, chunk=chunk), leaves), want, 1e-10)
-
-
 def test_without_a_state_it_starts_from_zeros_and_the_scale_is_an_argument():
     *leaves, state = inputs("head", s=9)
     zeros = torch.zeros_like(state)
     want = definition(*leaves, zeros, scale=0.3)
     for function in (delta_rule, recurrent_delta_rule):
         assert_near(function(*leaves, scale=0.3), want, 1e-10)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_documents_are_separate_sequences(gate):
-    leaves = inputs(gate, b=1)
-    *tensors, state = leaves
-    together = run(delta_rule, ids(DOCUMENTS[:1]), chunk=8)
-
-    def apart(*leaves):
-        *tensors, state = leaves
-        outputs = []
-        for number, parts in enumerate(zip(*(x.split(DOCUMENTS[0], 1) for x in tensors))):
-            out, last = delta_rule(*parts, state=None if number else state, chunk=8)
-            outputs.append(out)
-        return torch.cat(outputs, 1), last
-
-    assert_near(results(together, leaves), results(apart, leaves), 1e-10)
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("documents", [None, ids()], ids=["one document", "documents"])
-def test_parts_with_passed_states_are_the_whole(gate, documents):
-    """As ranks of context parallelism have them: each knows its effect first, then the state before it. One
-    part starts with a document, and one is of several chunks and segments.
-    """
-    leaves = inputs(gate)
-    lengths = (8, 22, 7)
-
-    def in_parts(*leaves):
-        *tensors, state = leaves
-        parts = list(zip(*(x.split(lengths, 1) for x in tensors)))
-        of_parts = [{} for _ in parts]
-        if documents is not None:
-            ids_of_parts = documents.split(lengths, 1)
-            of_parts = [{"documents": docs} for docs in ids_of_parts]
-            for own, before in zip(of_parts[1:], ids_of_parts):
-                own["state_document"] = before[:, -1]
-        effects = [delta_rule_effect(*part[1:], **own, chunk=8) for part, own in zip(parts, of_parts)]
-        together = effects[0].then(effects[1]).then(effects[2])
-        last_state = together.on(state)
-
-        outputs = []
-        for part, own, effect in zip(parts, of_parts, effects):
-            out, after = delta_rule(*part, state=state, **own, chunk=8)
-            state = effect.on(state)
-            torch.testing.assert_close(after, state, rtol=1e-10, atol=1e-10)
-            outputs.append(out)
-        return torch.cat(outputs, 1), last_state
-
-    assert_near(results(in_parts, leaves), results(run(delta_rule, documents), leaves), 1e-10)
 
 
 def test_an_effect_is_linear_and_forgets_what_another_document_left():
@@ -145,58 +83,6 @@ def test_an_effect_is_linear_and_forgets_what_another_document_left():
     assert not effect.transition[0].any() and effect.transition[1].any()
     _, after = delta_rule(*tensors, state=3 * state, documents=ids())
     assert_near([effect.on(3 * state)], [after], 1e-10)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_steps_of_generation_go_on_from_the_state(gate):
-    *tensors, state = inputs(gate)
-    want, last = delta_rule(*tensors, state=state)
-    out, state = delta_rule(*(x[:, :30] for x in tensors), state=state)
-    outputs = [out]
-    for t in range(30, TOKENS):
-        out, state = recurrent_delta_rule(*(x[:, t : t + 1] for x in tensors), state=state)
-        outputs.append(out)
-    assert_near((torch.cat(outputs, 1), state), (want, last), 1e-10)
-
-
-# ---- in fp32 and bf16 --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("strength", [1.0, 100.0])
-def test_strong_decays_in_fp32(gate, strength):
-    """Sums of a chunk reach thousands: a late decay must not be a difference of them in fp32."""
-    leaves = inputs(gate, s=64, strength=strength)
-    weak = leaves[3].detach()
-    weak[:, 40:] /= 1000 * strength
-    assert strength == 1 or weak.sum(1).min() < -3000
-    leaves = copies((*leaves[:3], weak, *leaves[4:]), torch.float32)
-    want = results(definition, copies(leaves, torch.float64))
-    assert_near(results(run(delta_rule), leaves), want, 3e-6)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_bf16_inputs_are_computed_in_fp32(gate):
-    """One rounding of each result."""
-    leaves = inputs(gate, dtype=torch.bfloat16)
-    state = leaves[5].detach().float().requires_grad_()
-    leaves = (*leaves[:5], state)
-    found = results(run(delta_rule, chunk=8), leaves)
-    assert [x.dtype for x in found[:2]] == [torch.bfloat16, torch.float32]
-    assert [x.dtype for x in found[2:]] == [x.dtype for x in leaves]
-    want = results(definition, copies(leaves, torch.float64))
-    assert_near(found, want, 3e-3)
-    assert_near((found[1], found[-1]), (want[1], want[-1]), 1e-5)
-
-
-@pytest.mark.parametrize("gate", GATES)
-def test_the_backward_keeps_inputs_and_the_states_of_segments(monkeypatch, gate):
-    monkeypatch.setattr(kernel, "SEGMENT", 64)
-    leaves = inputs(gate, b=1, s=256, d_k=16, d_v=16)
-    of_inputs = sum(x.numel() for x in leaves)
-    of_states = 3 * leaves[5].numel()
-    kept, _ = saved_elements(lambda: run(delta_rule, chunk=16)(*leaves))
-    assert kept <= of_inputs + of_states
 
 
 def test_what_needs_no_gradient_has_none():
@@ -225,25 +111,16 @@ def test_another_chunk_or_gate_is_refused():
 # ---- transformers ------------------------------------------------------------------------------------------
 
 
-def test_it_is_that_of_qwen3_next():
+@pytest.mark.parametrize("gate, h_k, model, chunked, recurrent", [
+    ("head", 2, "qwen3_next", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    ("channel", 4, "kimi_linear", "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+])
+def test_it_is_that_of_transformers(gate, h_k, model, chunked, recurrent):
     """In chunks and token by token, with the gradients of its autograd."""
-    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
-    leaves = inputs("head", h_k=2, d_k=16, d_v=8, s=70, dtype=torch.float32)
-    for reference, ours in (
-        (theirs.torch_chunk_gated_delta_rule, delta_rule),
-        (theirs.torch_recurrent_gated_delta_rule, recurrent_delta_rule),
-    ):
-        want = results(lambda *x: reference(*x[:5], initial_state=x[5], output_final_state=True), leaves)
-        assert_near(results(run(ours), leaves), want, 1e-5)
-
-
-def test_it_is_that_of_kimi_linear():
-    theirs = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
-    leaves = inputs("channel", d_k=16, d_v=8, s=70, dtype=torch.float32)
-    for reference, ours in (
-        (theirs.chunk_kimi_delta_attention, delta_rule),
-        (theirs.recurrent_kimi_delta_attention, recurrent_delta_rule),
-    ):
+    theirs = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    leaves = inputs(gate, h_k=h_k, d_k=16, d_v=8, s=70, dtype=torch.float32)
+    for name, ours in ((chunked, delta_rule), (recurrent, recurrent_delta_rule)):
+        reference = getattr(theirs, name)
         want = results(lambda *x: reference(*x[:5], initial_state=x[5], output_final_state=True), leaves)
         assert_near(results(run(ours), leaves), want, 1e-5)
 

@@ -28,7 +28,7 @@ def expected(into, ids, dy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [1, 5, 64, 1500])  # the last is more than a program's columns
 @pytest.mark.parametrize("name", IDS)
-def test_triton(interpreted, name, d, dtype):
+def test_triton_sums_rows_of_equal_ids(interpreted, name, d, dtype):
     ids = torch.tensor(IDS[name], device=interpreted)
     dy = torch.randn(len(ids), d, device=interpreted).to(dtype)
     into = torch.randn(V, d, device=interpreted)
@@ -49,7 +49,7 @@ def test_triton_runs_longer_than_a_tile(interpreted, monkeypatch):
     torch.testing.assert_close(got.double(), expected(into, ids, dy), rtol=1e-6, atol=1e-6)
 
 
-def test_triton_without_a_buffer(interpreted):
+def test_a_weight_without_a_buffer_has_a_gradient_of_its_dtype(interpreted):
     """A plain weight gets its gradient in its own dtype, rounded once."""
     ids = torch.tensor(IDS["some twice"], device=interpreted)
     weight = torch.randn(V, 12, device=interpreted).bfloat16().requires_grad_()
@@ -60,7 +60,7 @@ def test_triton_without_a_buffer(interpreted):
     assert torch.equal(weight.grad, want.bfloat16())
 
 
-def test_no_tokens(interpreted):
+def test_without_tokens_nothing_is_added(interpreted):
     into = torch.ones(V, 3, device=interpreted)
     none = torch.zeros(0, dtype=torch.long, device=interpreted)
     assert torch.equal(add_rows(into.clone(), none, torch.zeros(0, 3, device=interpreted), into.shape), into)

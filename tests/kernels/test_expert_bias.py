@@ -12,7 +12,7 @@ DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)]
 
 
 def order() -> RowOrder:
-    """Of 5 tokens, rows that lie by expert; the last token has one, the fourth none."""
+    """Rows of 5 tokens, sorted by expert; the last token has one, the fourth none."""
     source = torch.tensor([0, 1, 2, 0, 1, 2, 4, 5, 1])
     slots = torch.full((6, 3), -1)
     taken = [0] * 6
@@ -63,7 +63,7 @@ def test_the_first_gradient_of_a_step_overwrites_and_an_expert_without_rows_has_
     assert torch.equal(bias.main_grad, want)
 
 
-def test_no_rows(given):
+def test_without_rows_no_bias_has_a_gradient(given):
     bias = given(torch.randn(EXPERTS * WIDTH), 0.0)
     got = add_expert_bias(torch.randn(0, WIDTH), bias, members_of([0] * EXPERTS, 0, bias))
     got.sum().backward()

@@ -7,7 +7,7 @@ from kernels import expert_order
 from kernels.expert_order import order_by_expert
 
 
-def numbers_of(order):
+def get_numbers(order):
     """All that order_by_expert returns."""
     rows, choices, counts = order
     found = {"tokens": rows.source, "slots": rows.slots, "choices": choices.source}
@@ -29,7 +29,7 @@ def definition(index, experts):
     "t, k, experts", [(1, 1, 1), (7, 2, 3), (50, 4, 8), (33, 8, 48), (40, 3, 130), (0, 2, 4)]
 )
 @pytest.mark.parametrize("kind", ["any", "one", "last"])
-def test_beside_a_stable_sort(request, monkeypatch, way, t, k, experts, kind):
+def test_the_order_is_that_of_a_stable_sort(request, monkeypatch, way, t, k, experts, kind):
     """Chunks of 64 choices in blocks of 16 and 32: some full, one not, an expert in many of them."""
     device = torch.device("cpu")
     if way == "triton":
@@ -41,19 +41,19 @@ def test_beside_a_stable_sort(request, monkeypatch, way, t, k, experts, kind):
         index[:] = experts // 2
     order = order_by_expert(index.to(device), experts)
 
-    found = numbers_of(order)
+    found = get_numbers(order)
     for name, want in definition(index, experts).items():
         assert torch.equal(found[name].cpu(), want) and found[name].dtype == torch.int64, name
 
 
 @pytest.mark.gpu("expert_order.count_kernel", "expert_order.place_kernel")
 def test_at_training_sizes(training):
-    """Of which some experts are chosen more often."""
+    """Some experts are chosen more often."""
     appeal = torch.linspace(0, 0.5, training.experts, device=training.device)
     numbers = torch.rand(training.tokens, training.experts, device=training.device) + appeal
     index = numbers.argsort(-1)[:, : training.top_k].contiguous()
     training.check(
-        lambda: numbers_of(order_by_expert(index, training.experts)),
+        lambda: get_numbers(order_by_expert(index, training.experts)),
         lambda: definition(index, training.experts),
         dict.fromkeys(("tokens", "slots", "choices", "places", "counts"), 0.0),
     )

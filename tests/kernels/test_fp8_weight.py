@@ -29,7 +29,7 @@ def drawn(dtype=torch.bfloat16):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_kept_weight_is_quantized_once(monkeypatch, recipe):
     calls = Counter()
-    for name in ("quantize_operand_pair", "shared_maxima"):
+    for name in ("quantize_operand_pair", "find_maxima"):
         function = getattr(fp8_linear, name)
 
         def counted(x, *args, function=function, name=name, **kwargs):
@@ -39,18 +39,18 @@ def test_a_kept_weight_is_quantized_once(monkeypatch, recipe):
         monkeypatch.setattr(fp8_linear, name, counted)
     x, weight, dy = drawn()
     want = trained(x, weight, dy, recipe)
-    assert calls == {"quantize_operand_pair": 2, "shared_maxima": 2}  # nobody keeps it: forward and backward
+    assert calls == {"quantize_operand_pair": 2, "find_maxima": 2}  # nobody keeps it: forward and backward
 
     calls.clear()
     weight.quantized = QuantizedWeight()
     for _ in range(3):
         for got, expected in zip(trained(x, weight, dy, recipe), want):
             assert torch.equal(got, expected)
-    assert calls == {"quantize_operand_pair": 1, "shared_maxima": 1}
+    assert calls == {"quantize_operand_pair": 1, "find_maxima": 1}
 
     weight.quantized.free()  # what the scales are computed from stays
     assert torch.equal(trained(x, weight, dy, recipe)[0], want[0])
-    assert calls == {"quantize_operand_pair": 2, "shared_maxima": 1}
+    assert calls == {"quantize_operand_pair": 2, "find_maxima": 1}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

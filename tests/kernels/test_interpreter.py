@@ -26,7 +26,7 @@ def arithmetic(A, B, SUM, PRODUCT, QUOTIENT, LARGER, PICKED, LESS, N: tl.constex
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_arithmetic(dtype):
+def test_arithmetic_is_that_of_torch(dtype):
     a, b = torch.randn(64).to(dtype), torch.randn(64).to(dtype)
     out = [torch.empty_like(a) for _ in range(5)] + [torch.empty(64, dtype=torch.bool)]
     arithmetic[(1,)](a, b, *out, 64)
@@ -45,7 +45,7 @@ def product(A, B, C, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dot(dtype):
+def test_a_product_is_summed_in_fp32(dtype):
     a, b, c = torch.randn(16, 32).to(dtype), torch.randn(8, 32).to(dtype), torch.empty(16, 8)
     product[(1,)](a, b, c, 16, 8, 32)
     torch.testing.assert_close(c, a.float() @ b.float().t() + 1)
@@ -76,11 +76,9 @@ def cast(X, Y, N: tl.constexpr):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_round_to_nearest_even(dtype):
     """All that lies near two neighbouring values and their middle, subnormals included."""
-    grid = torch.arange(0, 2**7 if dtype.itemsize == 1 else 2**15).to(
-        torch.uint8 if dtype.itemsize == 1 else torch.int16
-    )
-    grid = grid.view(dtype).float()
-    grid = grid[grid.isfinite()][:: 1 if dtype.itemsize == 1 else 97]
+    numbers, bits, step = (2**7, torch.uint8, 1) if dtype.itemsize == 1 else (2**15, torch.int16, 97)
+    grid = torch.arange(numbers).to(bits).view(dtype).float()
+    grid = grid[grid.isfinite()][::step]
     middle = (grid[1:].double() + grid[:-1].double()) / 2
     x = torch.cat([middle.float(), torch.nextafter(middle.float(), torch.tensor(0.0)), grid])
     x = torch.cat((x, -x))
@@ -100,7 +98,7 @@ def reductions(X, Y, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reductions(dtype):
+def test_reductions_are_those_of_torch(dtype):
     x, y = -torch.rand(8).to(dtype), torch.empty(2)
     if dtype == torch.bfloat16:
         with pytest.raises(Exception, match="adds its bits"):

@@ -12,9 +12,10 @@ from steps import watched
 from build import build_run
 from config import ChannelMixer, Config
 from config.reading.tiny import tiny_config
+from config.tree import with_values
 from kernels import grouped_gemm, linear, triton_
 from model.router import ExpertsConfig, with_mlps
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from train import train_step
 
@@ -41,17 +42,12 @@ def seen(cfg: Config) -> dict[str, torch.Tensor]:
     made = {}
 
     def gradients() -> None:
-        made.update(
-            {
-                f"gradient of {box.key}": part.clone()
-                for b in run.buckets
-                for box, part in boxes_of(b, b.grads.local)
-            }
-        )
+        for b in run.buckets:
+            made.update({f"gradient of {box.key}": part.clone() for box, part in get_boxes(b, b.grads.local)})
 
     batches = RandomTokens(cfg, 0, 1).microbatches(0)
     made["loss"], made["norm"], *_ = train_step(watched(run, gradients), 1, batches)
-    return made | {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
+    return made | {box.key: part.clone() for b in run.buckets for box, part in get_boxes(b, b.weights.master)}
 
 
 @pytest.mark.slow(core=["llama3-tiny-fp32-0.0001"])
@@ -60,16 +56,17 @@ def seen(cfg: Config) -> dict[str, torch.Tensor]:
     reason="verify's single process is on the CPU, where kernels are interpreted or not at all",
 )
 @pytest.mark.parametrize("name, dtype, bound", CASES)
-def test_trains_alike(interpreted, monkeypatch, name, dtype, bound):
+def test_a_model_trains_through_triton_as_through_torch(interpreted, monkeypatch, name, dtype, bound):
     cfg = tiny_config(name)
-    cfg = replace(
-        cfg,
-        train=replace(cfg.train, dtype=dtype, global_batch=2, seq_len=16),
-        model=replace(
-            with_mlps(cfg.model, without_jitter), layers=2, mixer=replace(cfg.model.mixer, kernel="triton")
-        ),
-        data=replace(cfg.data, doc_mask=name == "mistral-tiny"),
-    )
+    cfg = replace(cfg, model=with_mlps(cfg.model, without_jitter))
+    cfg = with_values(cfg, {
+        "train.dtype": dtype,
+        "train.global_batch": 2,
+        "train.seq_len": 16,
+        "model.layers": 2,
+        "model.mixer.kernel": "triton",
+        "data.doc_mask": name == "mistral-tiny",
+    })
     for module, table in ((linear, "TILE"), (grouped_gemm, "TILE"), (grouped_gemm, "WGRAD")):
         monkeypatch.setattr(module, table, {**getattr(module, table), **SMALL})
     got = seen(cfg)

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from training import bound
 
-from kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from kernels.norm import add_norm, layer_norm, rms_norm
 
 EPS = 1e-5
-FUNCTIONS = {"rms": (rms_norm, add_rms_norm), "layer": (layer_norm, add_layer_norm)}
+FUNCTIONS = {  # of x; and of x, its residual
+    "rms": (rms_norm, lambda x, r, w, eps: add_norm(x, r, w, None, eps)),
+    "layer": (layer_norm, add_norm),
+}
 
 
 def case(dtype=torch.float64, shape=(2, 5, 7)):
@@ -40,7 +43,7 @@ def test_against_torch(kind, dtype, bound):
     x, r, w, b = (t.detach().to(dtype).requires_grad_() for t in case(shape=(3, 4, 65)))
     b = None if kind == "rms" else b
     exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, r, w, b)]
-    y, total = add_rms_norm(x, r, w, EPS) if b is None else add_layer_norm(x, r, w, b, EPS)
+    y, total = add_norm(x, r, w, b, EPS)
     want_total = exact[0] + exact[1]
     want = definition(want_total, exact[2], exact[3])
     dy, dt = torch.randn(3, 4, 65).to(dtype), torch.randn(3, 4, 65).to(dtype)
@@ -59,7 +62,7 @@ def test_against_torch(kind, dtype, bound):
 
 def test_a_part_that_nobody_uses():
     x, r, w, _ = case()
-    y, total = add_rms_norm(x, r, w, EPS)
+    y, total = add_norm(x, r, w, None, EPS)
     assert torch.equal(torch.autograd.grad(total.sum(), x, retain_graph=True)[0], torch.ones_like(x))
     assert torch.autograd.grad(y.sum(), r)[0].shape == r.shape
 
@@ -71,7 +74,7 @@ def test_without_a_residual_x_comes_back_and_its_gradient_is_added(request, kind
     device = request.getfixturevalue("interpreted") if way == "triton" else torch.device("cpu")
     dtype = torch.float32 if way == "triton" else torch.float64
     x, _, w, b = (t.detach().to(device, dtype).requires_grad_() for t in case(shape=(3, 4, 65)))
-    y, same = add_rms_norm(x, None, w, EPS) if kind == "rms" else add_layer_norm(x, None, w, b, EPS)
+    y, same = add_norm(x, None, w, None if kind == "rms" else b, EPS)
     assert torch.equal(same, x) and same.data_ptr() == x.data_ptr()
     assert y.grad_fn is same.grad_fn and y.grad_fn.triton == (way == "triton")
     want = definition(x, w, None if kind == "rms" else b)
@@ -96,7 +99,7 @@ def test_weight_gradients_go_to_the_buffers(given):
 def gradients(kind, leaves, dy, dt):
     """y, x + residual, and all gradients."""
     x, r, w, b = leaves
-    y, total = add_rms_norm(x, r, w, EPS) if kind == "rms" else add_layer_norm(x, r, w, b, EPS)
+    y, total = add_norm(x, r, w, None if kind == "rms" else b, EPS)
     given = [t for t in leaves if t.requires_grad] if kind == "layer" else [x, r, w]
     return y, total, *torch.autograd.grad((y, total), given, (dy, dt))
 

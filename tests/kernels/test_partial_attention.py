@@ -6,7 +6,6 @@ import pytest
 import torch
 from training import FP32, bound
 
-from kernels import attention_launch as launch
 from kernels import partial_attention as kernel
 from kernels.attention import attention_reference
 from kernels.attention_mask import make_attention_mask
@@ -82,17 +81,17 @@ MASKS = {  # place of the first query, queries, place of the first key, keys, wi
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)]
 )
-def test_triton(small, name, dtype, bound):
+def test_triton(small_blocks, name, dtype, bound):
     query, s_q, key, s_k, window, documents = MASKS[name]
     b, h, g, d, e = (2, 4, 2, 24, 16) if dtype == torch.float32 else (1, 3, 1, 16, 16)
-    qkv = torch.randn(b, s_q, h + 1, d, device=small).to(dtype)
+    qkv = torch.randn(b, s_q, h + 1, d, device=small_blocks).to(dtype)
     q, dy = (
         qkv[:, :, :h],
-        torch.randn(b, h, s_q, e, device=small).to(dtype).transpose(1, 2),
+        torch.randn(b, h, s_q, e, device=small_blocks).to(dtype).transpose(1, 2),
     )  # strided, as models have them
-    k, v = (torch.randn(b, s_k, g, n, device=small).to(dtype) for n in (d, e))
-    docs = (torch.rand(b, 150) < 0.03).cumsum(1).to(small) if documents else None
-    mask = make_attention_mask(query, s_q, key, s_k, window, docs, small)
+    k, v = (torch.randn(b, s_k, g, n, device=small_blocks).to(dtype) for n in (d, e))
+    docs = (torch.rand(b, 150) < 0.03).cumsum(1).to(small_blocks) if documents else None
+    mask = make_attention_mask(query, s_q, key, s_k, window, docs, small_blocks)
     exact = [t.double() for t in (q, k, v)]
     out, lse = kernel.partial_reference(*exact, mask.dense_mask)
     got, got_lse = attention_part(q, k, v, mask)
@@ -103,9 +102,6 @@ def test_triton(small, name, dtype, bound):
         dy.double(), *exact, mask.dense_mask, lse.masked_fill(~seen, torch.inf), delta
     )
     grads = partial_backward(dy, q, k, v, mask, got_lse, delta.float())
-    torch.testing.assert_close(
-        launch.output_dot_grad(got.to(dtype), dy).double(), delta, rtol=bound, atol=10 * bound
-    )
     for a, c in zip((got, got_lse[seen], *grads), (out, lse[seen], *want)):
         assert a.dtype == torch.float32, name
         # of one token, the gradients of q and k are 0, and what is left are roundings of numbers of size 1
@@ -127,16 +123,16 @@ def test_what_triton_refuses(small_blocks, capfd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype, e", [(torch.float32, 16), (torch.bfloat16, 24), (torch.bfloat16, 16)])
-def test_triton_adds_to_what_is_there(small, dtype, e):
+def test_triton_adds_to_what_is_there(small_blocks, dtype, e):
     """Into slices of longer tensors, as a ring does: what lies outside of them stays as it is."""
     b, s, h, g, d = 2, 45, 4, 2, 16
-    q, dy = (torch.randn(b, s, h, n, device=small).to(dtype) for n in (d, e))
-    k, v = (torch.randn(b, s, g, n, device=small).to(dtype) for n in (d, e))
-    mask = make_attention_mask(0, s, 0, s, 30, None, small)
+    q, dy = (torch.randn(b, s, h, n, device=small_blocks).to(dtype) for n in (d, e))
+    k, v = (torch.randn(b, s, g, n, device=small_blocks).to(dtype) for n in (d, e))
+    mask = make_attention_mask(0, s, 0, s, 30, None, small_blocks)
     out, lse = attention_part(q, k, v, mask)
     delta = (dy.float() * out).sum(-1)
     share = partial_backward(dy, q, k, v, mask, lse, delta)
-    longer = [torch.randn(b, s + 7, x.shape[2], x.shape[3], device=small) for x in share]
+    longer = [torch.randn(b, s + 7, x.shape[2], x.shape[3], device=small_blocks) for x in share]
     want = [x.clone() for x in longer]
     for total, part in zip(want, share):
         total[:, 3 : 3 + s] += part
@@ -147,11 +143,7 @@ def test_triton_adds_to_what_is_there(small, dtype, e):
 
 
 @pytest.mark.gpu(
-    "attention_forward.forward_kernel",
-    "attention_forward.merge_kernel",
-    "attention_backward.starts_kernel",
-    "attention_backward.dq_kernel",
-    "attention_backward.dkv_kernel",
+    "attention_triton.forward_kernel", "attention_triton.dq_kernel", "attention_triton.dkv_kernel"
 )
 def test_parts_at_training_sizes(training):
     """The second half of the queries over two halves of the keys, as a ring does it: the outputs merged, the

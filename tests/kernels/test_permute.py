@@ -6,43 +6,10 @@ from training import bound
 
 from kernels.permute import permute, sum_rows, unpermute
 
-T, K, D = 7, 3, 5
+T, K, D = 7, 3, 5  # tokens, choices of each, features
 
 
-def maps(dropped):
-    """Every (token, choice) in a random order; some of them dropped."""
-    pairs = torch.randperm(T * K)
-    pairs = pairs[4:] if dropped else pairs
-    slots = torch.full((T * K,), -1)
-    slots[pairs] = torch.arange(len(pairs))
-    return pairs // K, slots.view(T, K), not dropped
-
-
-@pytest.mark.slow(every=2)
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_definition(dropped, dtype):
-    source, slots, whole = maps(dropped)
-    x, rows = torch.randn(T, D).to(dtype), torch.randn(len(source), D).to(dtype)
-    assert torch.equal(permute(x, source, slots, whole), torch.stack([x[i] for i in source]))
-    want = torch.zeros(T, D, dtype=torch.float64).index_add_(0, source, rows.double())
-    assert torch.allclose(
-        unpermute(rows, source, slots, whole),
-        want.to(dtype),
-        rtol=1e-2 if dtype == torch.bfloat16 else 1e-5,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_gradcheck(dropped):
-    source, slots, whole = maps(dropped)
-    x, rows = (torch.randn(n, D, dtype=torch.float64, requires_grad=True) for n in (T, len(source)))
-    assert torch.autograd.gradcheck(lambda x: permute(x, source, slots, whole), x)
-    assert torch.autograd.gradcheck(lambda r: unpermute(r, source, slots, whole), rows)
-
-
-def test_no_rows_at_all():
+def test_without_rows_everything_is_0():
     slots = torch.full((T, K), -1)
     none = torch.empty(0, dtype=torch.long)
     x = torch.randn(T, D, requires_grad=True)
@@ -53,12 +20,7 @@ def test_no_rows_at_all():
 
 def test_sums_are_made_in_fp32():
     rows = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
-    assert (
-        sum_rows(rows, torch.tensor([[0, 1, 2]]), True).item() == 258
-    )  # one by one in bf16 it would stay 256
-
-
-# ---- Triton, beside one definition for all ways ----
+    assert sum_rows(rows, torch.tensor([[0, 1, 2]]), True).item() == 258  # one by one in bf16: 256
 
 
 def routes(t, k, drop, device):
@@ -76,7 +38,7 @@ def definition(rows, slots):
     return padded.double()[slots].sum(1)
 
 
-@pytest.mark.slow(every=14)
+@pytest.mark.slow(every=14, core=["11-3-40-True-dtype0-1e-12-torch", "11-3-40-False-dtype2-0.004-torch"])
 @pytest.mark.parametrize("way", ["torch", "triton"])
 @pytest.mark.parametrize(
     "dtype, bound",
@@ -86,7 +48,7 @@ def definition(rows, slots):
     "t, k, d, drop",
     [(11, 3, 40, False), (11, 3, 40, True), (5, 1, 2100, False), (300, 2, 1, True), (0, 2, 4, False)],
 )
-def test_there_and_back(request, way, dtype, bound, t, k, d, drop):
+def test_rows_go_there_and_back_as_defined(request, way, dtype, bound, t, k, d, drop):
     if way == "triton" and dtype == torch.float64:
         dtype, bound = torch.float32, 1e-6
     device = request.getfixturevalue("interpreted") if way == "triton" else torch.device("cpu")

@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from test_head_norm import gradients_of
-from test_latent_heads import tables_of_training, turned
 from training import bound, results_of
+from turns import gradients_of, tables_of_training, turned
 
 from kernels.rope import (
     apply_rope,
@@ -190,10 +189,8 @@ def test_one_table_of_any_strides_serves_every_sequence(interpreted):
     torch.testing.assert_close(apply_rope(x, *apart), want)
 
 
-@pytest.mark.parametrize("memory", [
-    pytest.param("side by side", marks=pytest.mark.gpu("rope.rope_kernel")),
-    pytest.param("apart", marks=pytest.mark.gpu("rope.rope_kernel", "rope.merge_gradients_kernel")),
-])
+@pytest.mark.gpu("rope.rope_kernel")
+@pytest.mark.parametrize("memory", ["side by side", "apart"])
 def test_split_at_training_sizes(training, memory):
     heads, kv, d = training.heads, training.kv, training.head_dim
     sizes = heads, kv, kv
@@ -209,7 +206,7 @@ def test_split_at_training_sizes(training, memory):
         lambda: results_of(
             lambda qkv: split_heads_and_apply_rope(qkv, cos, sin, heads, kv),
             {"qkv": qkv},
-            gradients_of(memory, dy, sizes),  # written over, in place
+            gradients_of(memory, dy, sizes),
         ),
         lambda: results_of(exact, {"qkv": qkv.float()}, dy.float().split(sizes, 2)),
         {"y": bound(1), "y1": bound(1), "y2": 0.0, "dqkv": bound(1)},

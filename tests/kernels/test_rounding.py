@@ -8,14 +8,16 @@ import torch
 from kernels.rounding import ElementIndex, place_bits, round_to_bf16, salt, stochastic_round
 from kernels.triton_ import tl, triton
 
-N = 200_000
+N, CPU = 200_000, torch.device("cpu")
 
 
-def many(x: float, key: str = "w") -> torch.Tensor:
+def get_bits(stream: int, n: int = N) -> torch.Tensor:
+    return ElementIndex(stream, 0, n, n).bits(0, n, CPU)
+
+
+def many(x: float) -> torch.Tensor:
     """x rounded N times, as N elements of one tensor."""
-    return stochastic_round(
-        torch.full((N,), x), ElementIndex(salt(1, 2, key), 0, N, N).bits(0, N, torch.device("cpu"))
-    ).double()
+    return stochastic_round(torch.full((N,), x), get_bits(salt(1, 2, "w"))).double()
 
 
 def neighbours(x: float) -> tuple[float, float]:
@@ -38,49 +40,36 @@ def test_unbiased_and_only_to_the_neighbours(x, sign):
 
 
 def test_what_bf16_holds_stays():
-    every = (
-        torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    )  # all there are
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for key in "ab":
-        got = stochastic_round(
-            every.float(), ElementIndex(salt(1, 2, key), 0, 1, 1).bits(0, len(every), torch.device("cpu"))
-        )
+        got = stochastic_round(every.float(), get_bits(salt(1, 2, key), len(every)))
         assert torch.equal(got.nan_to_num(), every.nan_to_num())
         assert torch.equal(got.isnan(), every.isnan()) and torch.equal(got.isinf(), every.isinf())
-    odd = (
-        torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int64).to(torch.int32).view(torch.float32)
-    )  # NaNs whose bits are all low, all there
+    # NaNs whose low bits alone are set, and all of them
+    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1]).to(torch.int32).view(torch.float32)
     assert stochastic_round(odd, torch.full((3,), 0xFFFF)).isnan().all()
 
 
 def test_bits_differ_between_streams_and_neighbours():
-    place = ElementIndex(salt(1, 2, "w"), 0, N, N)
-    bits = place.bits(0, N, torch.device("cpu"))
-    others = [
-        ElementIndex(s, 0, N, N).bits(0, N, torch.device("cpu"))
-        for s in (salt(2, 2, "w"), salt(1, 3, "w"), salt(1, 2, "v"))
-    ]
-    fields = [
-        (b >> 16 * i & 0xFFFF).double() - 32767.5 for b in (bits, bits.roll(1), *others) for i in range(3)
-    ]
+    bits = get_bits(salt(1, 2, "w"))
+    others = [get_bits(stream) for stream in (salt(2, 2, "w"), salt(1, 3, "w"), salt(1, 2, "v"))]
+    streams = (bits, bits.roll(1), *others)
+    fields = [(b >> 16 * i & 0xFFFF).double() - 32767.5 for b in streams for i in range(3)]
     correlation = torch.corrcoef(torch.stack(fields))
     assert (correlation - torch.eye(len(fields), dtype=torch.float64)).abs().max() < 5 / N**0.5
     for f in fields:
-        counts = torch.histc(f, 64)
-        assert (
-            (counts - N / 64) ** 2 / (N / 64)
-        ).sum() < 63 + 5 * 126**0.5  # chi-square of 63 degrees of freedom
+        chi_square = ((torch.histc(f, 64) - N / 64) ** 2 / (N / 64)).sum()
+        assert chi_square < 63 + 5 * 126**0.5  # of 63 degrees of freedom
 
 
 def test_a_piece_has_the_bits_of_its_tensor():
-    rows, columns, cpu = 7, 12, torch.device("cpu")
-    whole = ElementIndex(5, 0, columns, columns).bits(0, rows * columns, cpu).view(rows, columns)
-    piece = ElementIndex(5, 2 * columns + 3, 4, columns)  # rows 2 .. 4, columns 3 .. 6
-    assert torch.equal(piece.bits(0, 12, cpu).view(3, 4), whole[2:5, 3:7])
-    assert torch.equal(piece.bits(5, 4, cpu), whole[2:5, 3:7].flatten()[5:9])
-    assert torch.equal(
-        ElementIndex(5, 2 * columns + 3, 4, columns, skip=5).bits(1, 3, cpu), whole[2:5, 3:7].flatten()[6:9]
-    )
+    rows, columns = 7, 12
+    whole = ElementIndex(5, 0, columns, columns).bits(0, rows * columns, CPU).view(rows, columns)
+    own = whole[2:5, 3:7].flatten()
+    first = 2 * columns + 3
+    assert torch.equal(ElementIndex(5, first, 4, columns).bits(0, 12, CPU), own)
+    assert torch.equal(ElementIndex(5, first, 4, columns).bits(5, 4, CPU), own[5:9])
+    assert torch.equal(ElementIndex(5, first, 4, columns, skip=5).bits(1, 3, CPU), own[6:9])
 
 
 @triton.jit
@@ -104,29 +93,16 @@ def rounding_kernel(
     ],
     ids=str,
 )
-def test_triton(interpreted, place):
+def test_triton_rounds_to_the_same_bits(interpreted, place):
     n = 300
     x = torch.randn(n, device=interpreted) * 10.0 ** torch.randint(-38, 38, (n,), device=interpreted)
     x[:5] = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
-    out, bits = (
-        torch.empty(n, dtype=torch.bfloat16, device=interpreted),
-        torch.empty(n, dtype=torch.int64, device=interpreted),
-    )
-    rounding_kernel[(5,)](
-        x,
-        out,
-        bits,
-        n,
-        place.salt,
-        place.base,
-        place.width,
-        place.stride,
-        place.skip,
-        ROWS=place.width != place.stride,
-        BLOCK=64,
-    )
+    out = torch.empty(n, dtype=torch.bfloat16, device=interpreted)
+    bits = torch.empty(n, dtype=torch.int64, device=interpreted)
+    p = place
+    numbers = (p.salt, p.base, p.width, p.stride, p.skip)
+    rounding_kernel[(5,)](x, out, bits, n, *numbers, ROWS=p.width != p.stride, BLOCK=64)
     want = place.bits(0, n, interpreted)
     assert torch.equal(bits, want)
-    assert torch.equal(out.nan_to_num(7.0), stochastic_round(x, want).nan_to_num(7.0)) and torch.equal(
-        out.isnan(), x.isnan()
-    )
+    assert torch.equal(out.nan_to_num(7.0), stochastic_round(x, want).nan_to_num(7.0))
+    assert torch.equal(out.isnan(), x.isnan())

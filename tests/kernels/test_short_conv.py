@@ -1,9 +1,11 @@
-"""Short causal convolutions: against torch's own and against the sum in fp64, in parts, and by a library."""
+"""Short causal convolutions: against torch's own, in parts, and by a library. (Against the sum in fp64 and in
+bf16: test_sequence_layers.py.)
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from sequences import DOCUMENTS, TOKENS, assert_near, copies, ids, install, results, saved_elements, uninstall
+from sequences import TOKENS, assert_near, copies, ids, install, results, saved_elements, uninstall
 
 from kernels import short_conv as kernel
 from kernels.short_conv import inputs_to_pass, short_conv
@@ -52,15 +54,6 @@ def run(documents=None, state_documents=None, silu=False):
     return lambda x, weight, bias, state: (short_conv(x, weight, bias, state=state, **options),)
 
 
-@pytest.mark.parametrize("documents", [None, ids()], ids=["one document", "documents"])
-@pytest.mark.parametrize("silu", [False, True])
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_it_is_the_formula(documents, silu, width):
-    leaves = inputs(width=width)
-    want = results(lambda *leaves: definition(*leaves, documents, silu=silu), leaves)
-    assert_near(results(run(documents, silu=silu), leaves), want, 1e-10)
-
-
 def test_it_is_torchs_convolution_after_zeros():
     x, weight, _, _ = leaves = inputs(dtype=torch.float32)
     padded = F.pad(x.transpose(1, 2), (WIDTH - 1, 0))
@@ -76,18 +69,6 @@ def test_it_is_that_of_qwen3_next():
     x, weight, bias, _ = inputs(dtype=torch.float32)
     want = theirs.causal_conv1d_fn(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
     assert_near([short_conv(x, weight, bias, silu=True)], [want], 1e-6)
-
-
-def test_documents_are_separate_sequences():
-    leaves = inputs(b=1)
-
-    def apart(x, weight, bias, state):
-        parts = x.split(DOCUMENTS[0], 1)
-        states = [state, None, None, None]
-        outputs = [short_conv(part, weight, bias, state=own) for part, own in zip(parts, states)]
-        return (torch.cat(outputs, 1),)
-
-    assert_near(results(run(ids(DOCUMENTS[:1])), leaves), results(apart, leaves), 1e-10)
 
 
 @pytest.mark.parametrize("documents", [None, ids()], ids=["one document", "documents"])
@@ -116,22 +97,13 @@ def test_parts_with_passed_inputs_are_the_whole(documents):
     assert_near(results(in_parts, leaves), results(run(documents), leaves), 1e-10)
 
 
-def test_inputs_to_pass():
+def test_the_last_inputs_are_passed_to_the_next_part():
     x = torch.arange(1.0, 6.0)[None, :, None]
     state = torch.tensor([7.0, 8.0, 9.0])[None, :, None]
     assert inputs_to_pass(x, 4).flatten().tolist() == [3, 4, 5]
     assert inputs_to_pass(x[:, :1], 4).flatten().tolist() == [0, 0, 1]
     assert inputs_to_pass(x[:, :1], 4, state).flatten().tolist() == [8, 9, 1]
     assert inputs_to_pass(x, 1).shape == (1, 0, 1)
-
-
-def test_bf16_inputs_are_computed_in_fp32():
-    """One rounding of each result."""
-    leaves = inputs(dtype=torch.bfloat16)
-    found = results(run(silu=True), leaves)
-    assert {x.dtype for x in found} == {torch.bfloat16}
-    want = results(lambda *leaves: definition(*leaves, silu=True), copies(leaves, torch.float64))
-    assert_near(found, want, 3e-3)
 
 
 def test_the_backward_keeps_the_inputs():

@@ -1,11 +1,11 @@
-"""The state space layer of Mamba-2: against the formula in fp64, against transformers, in parts, and by a
-library.
+"""The state space layer of Mamba-2: against transformers, and by a library. (Against its formula, in parts
+and in bf16: test_sequence_layers.py.)
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
-from sequences import DOCUMENTS, TOKENS, assert_near, copies, ids, install, results, saved_elements, uninstall
+from sequences import DOCUMENTS, TOKENS, assert_near, copies, ids, install, results, uninstall
 
 from kernels import state_space as kernel
 from kernels.state_space import recurrent_state_space, state_space, state_space_effect
@@ -61,17 +61,6 @@ def run(function, documents=None, **options):
     return lambda *leaves: function(*leaves[:6], state=leaves[6], documents=documents, **options)
 
 
-@pytest.mark.parametrize("documents", [None, ids()], ids=["one document", "documents"])
-@pytest.mark.parametrize("g", [1, 2, 4])
-def test_it_is_the_formula(documents, g):
-    """All results and gradients in fp64, for chunks that divide 37 tokens and for others."""
-    leaves = inputs(g=g)
-    want = results(lambda *leaves: definition(*leaves, documents), leaves)
-    assert_near(results(run(recurrent_state_space, documents), leaves), want, 1e-10)
-    for chunk in (1, 7, 8, 64):
-        assert_near(results(run(state_space, documents, chunk=chunk), leaves), want, 1e-10)
-
-
 def test_without_a_state_it_starts_from_zeros_and_without_d_it_adds_no_input():
     *leaves, D, state = inputs()
     want = definition(*leaves, torch.zeros_like(D), torch.zeros_like(state))
@@ -79,109 +68,11 @@ def test_without_a_state_it_starts_from_zeros_and_without_d_it_adds_no_input():
         assert_near(function(*leaves), want, 1e-10)
 
 
-def test_documents_are_separate_sequences():
-    leaves = inputs(b=1)
-    together = run(state_space, ids(DOCUMENTS[:1]), chunk=8)
-
-    def apart(x, dt, A, B, C, D, state):
-        outputs = []
-        for number, parts in enumerate(zip(*(y.split(DOCUMENTS[0], 1) for y in (x, dt, B, C)))):
-            x, dt, B, C = parts
-            out, last = state_space(x, dt, A, B, C, D, state=None if number else state, chunk=8)
-            outputs.append(out)
-        return torch.cat(outputs, 1), last
-
-    assert_near(results(together, leaves), results(apart, leaves), 1e-10)
-
-
-@pytest.mark.parametrize("documents", [None, ids()], ids=["one document", "documents"])
-def test_parts_with_passed_states_are_the_whole(documents):
-    """As ranks of context parallelism have them: each knows its effect first, then the state before it. One
-    part starts with a document, and one is of several chunks and segments.
-    """
-    leaves = inputs()
-    lengths = (8, 22, 7)
-
-    def in_parts(x, dt, A, B, C, D, state):
-        parts = list(zip(*(y.split(lengths, 1) for y in (x, dt, B, C))))
-        of_parts = [{} for _ in parts]
-        if documents is not None:
-            ids_of_parts = documents.split(lengths, 1)
-            of_parts = [{"documents": docs} for docs in ids_of_parts]
-            for own, before in zip(of_parts[1:], ids_of_parts):
-                own["state_document"] = before[:, -1]
-        effects = [
-            state_space_effect(x, dt, A, B, **own, chunk=8) for (x, dt, B, _), own in zip(parts, of_parts)
-        ]
-        together = effects[0].then(effects[1]).then(effects[2])
-        last_state = together.on(state)
-
-        outputs = []
-        for (x, dt, B, C), own, effect in zip(parts, of_parts, effects):
-            out, after = state_space(x, dt, A, B, C, D, state=state, **own, chunk=8)
-            state = effect.on(state)
-            torch.testing.assert_close(after, state, rtol=1e-10, atol=1e-10)
-            outputs.append(out)
-        return torch.cat(outputs, 1), last_state
-
-    assert_near(results(in_parts, leaves), results(run(state_space, documents), leaves), 1e-10)
-
-
 def test_the_effect_of_documents_forgets():
     x, dt, A, B, *_ = inputs()
     effect = state_space_effect(x, dt, A, B, documents=ids())
     assert effect.decay.shape == (2, 4) and effect.contribution.shape == (2, 4, P, N)
     assert not effect.decay[0].any() and effect.decay[1].all()
-
-
-def test_steps_of_generation_go_on_from_the_state():
-    x, dt, A, B, C, D, state = inputs()
-    want = state_space(x, dt, A, B, C, D, state=state)
-    before, *after = zip(*(y.split([30] + [1] * 7, 1) for y in (x, dt, B, C)))
-    x, dt, B, C = before
-    out, state = state_space(x, dt, A, B, C, D, state=state)
-    outputs = [out]
-    for x, dt, B, C in after:
-        out, state = recurrent_state_space(x, dt, A, B, C, D, state=state)
-        outputs.append(out)
-    assert_near((torch.cat(outputs, 1), state), want, 1e-10)
-
-
-# ---- in fp32 and bf16 --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strength", [1.0, 100.0])
-def test_strong_decays_in_fp32(strength):
-    """Sums of a chunk reach a thousand: a late decay must not be a difference of them in fp32."""
-    leaves = inputs(s=64, strength=strength)
-    dt = leaves[1].detach()
-    dt[:, 40:] /= 1000 * strength
-    assert strength == 1 or (dt * leaves[2]).sum(1).min() < -1000
-    leaves = copies((leaves[0], dt, *leaves[2:]), torch.float32)
-    want = results(definition, copies(leaves, torch.float64))
-    assert_near(results(run(state_space), leaves), want, 3e-6)
-
-
-def test_bf16_inputs_are_computed_in_fp32():
-    """One rounding of each result."""
-    leaves = inputs(dtype=torch.bfloat16)
-    leaves[6] = leaves[6].detach().float().requires_grad_()
-    found = results(run(state_space, chunk=8), leaves)
-    assert [x.dtype for x in found[:2]] == [torch.bfloat16, torch.float32]
-    assert [x.dtype for x in found[2:]] == [x.dtype for x in leaves]
-    want = results(definition, copies(leaves, torch.float64))
-    assert_near(found, want, 3e-3)
-    assert_near((found[1], found[-1]), (want[1], want[-1]), 1e-5)
-
-
-def test_the_backward_keeps_inputs_and_the_states_of_segments(monkeypatch):
-    monkeypatch.setattr(kernel, "SEGMENT", 64)
-    leaves = inputs(b=1, s=256, p=16, n=16)
-    of_inputs = sum(x.numel() for x in leaves)
-    of_decays = 3 * leaves[1].numel()  # dt and dt A, for the whole and for the sum
-    of_states = 3 * leaves[6].numel()
-    kept, _ = saved_elements(lambda: run(state_space, chunk=16)(*leaves))
-    assert kept <= of_inputs + of_decays + of_states
 
 
 def test_what_needs_no_gradient_has_none():

@@ -7,7 +7,7 @@ from kernels.tiles import (
     block_range,
     inside_matrix,
     load_fp32,
-    tile_of_program,
+    program_tile,
     tile_offsets,
     write_tile,
 )
@@ -63,7 +63,7 @@ def write_kernel(INTO, PART, m, n, ADD: tl.constexpr, M: tl.constexpr, N: tl.con
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("add", [True, False])
-def test_write_tile(interpreted, dtype, add):
+def test_a_tile_is_written_or_added(interpreted, dtype, add):
     m, n = 10, 21
     into = torch.randn(m, n, device=interpreted).to(dtype)
     part = torch.randn(m, n, device=interpreted)
@@ -76,7 +76,7 @@ def test_write_tile(interpreted, dtype, add):
 
 @triton.jit
 def position_kernel(POSITIONS, m, n, M: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr):
-    row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
+    row, column = program_tile(m, n, M=M, N=N, GROUP=GROUP)
     tl.store(POSITIONS + tl.program_id(0) * 2, row)
     tl.store(POSITIONS + tl.program_id(0) * 2 + 1, column)
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import triton_kernels
-from test_attention import FIVE, SEVEN
 from test_swiglu import KERNELS
 from training import BF16, FP32, bound, relative_error
 
@@ -82,7 +81,7 @@ def test_a_reference_in_the_place_of_a_kernel_fails(training, monkeypatch):
 
 
 def test_a_chip_that_cannot_have_the_kernel_is_skipped(training, monkeypatch):
-    is_available, old = triton_.kernel_is_available, "fp8 is in chips from sm_89 on"
+    is_available, old = triton_.kernel_is_available, "fp8 needs sm_89 or newer"
     monkeypatch.setattr(fp8, "kernel_is_available", lambda *args, why: is_available(*args, why=old))
     x = training.randn(8, 16)
     with pytest.raises(pytest.skip.Exception, match=old):
@@ -105,16 +104,15 @@ def test_bounds_follow_the_dtype():
 
 def test_every_kernel_has_a_test_at_training_sizes():
     """By the names in the marks; `check` holds that the kernels are launched."""
-    text = "".join(path.read_text() for path in HERE.glob("test_*.py"))
+    text = "".join(path.read_text() for path in HERE.rglob("test_*.py"))
     marks = re.findall(r"pytest\.mark\.gpu\((.*?)\)", text, re.DOTALL)
-    named = set(re.findall(r'"(\w+\.\w+_kernel)"', "".join(marks)))
-    named |= {f"attention_backward.{name}" for name in FIVE + SEVEN} | set().union(*KERNELS.values())
+    named = set(re.findall(r'"([\w.]+_kernel)"', "".join(marks))) | set().union(*KERNELS.values())
     known = {place.full_name.removeprefix("kernels.") for place in triton_kernels.places()}
-    assert named == known and len(known) > 40
+    assert named == known and len(known) >= 40
 
 
 @pytest.mark.parametrize("share, limits", [(None, []), (0.11, [0.11]), (1.0, [1.0])])
-def test_the_share_of_memory(request, monkeypatch, share, limits):
+def test_a_share_of_the_memory_is_set_where_there_is_a_gpu(request, monkeypatch, share, limits):
     limited = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limited.append)
@@ -123,7 +121,7 @@ def test_the_share_of_memory(request, monkeypatch, share, limits):
 
 
 @pytest.mark.parametrize("share", [0.0, 8.0, float("nan")])
-def test_what_is_no_share_of_memory_is_one_line(request, share):
+def test_a_share_of_memory_outside_0_to_1_is_refused(request, share):
     with pytest.raises(pytest.UsageError, match=f"--memory-share {share:g}: give a share"):
         configure_memory(request, share)
 

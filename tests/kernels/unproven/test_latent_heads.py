@@ -3,9 +3,10 @@
 import pytest
 import torch
 from training import bound
+from turns import tables_of, tables_of_training, turned
 
 from kernels import rope
-from kernels.latent_heads import keys_and_values, rotate_heads
+from kernels.unproven.latent_heads import keys_and_values, rotate_heads
 
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])
 DTYPES = [(torch.float32, 2e-6), (torch.bfloat16, 6e-3), (torch.float16, 8e-4)]
@@ -15,28 +16,6 @@ SIZES = [(3, 5, 6, 7), (2, 8, 2, 8), (20, 128, 64, 128)]  # heads, nope, rope, v
 def tables(rope_dim, dtype, device, scale=1.0):
     """cos and sin, and the same turns as complex numbers in fp64."""
     return tables_of(POSITIONS, rope.frequencies(rope_dim, 100.0), dtype, device, scale)
-
-
-def tables_of(positions, frequencies, dtype, device, scale=1.0):
-    cos, sin = rope.cos_sin_tables(positions, frequencies, dtype, scale)
-    angles = positions[..., None, None] * frequencies
-    turns = torch.polar(torch.full_like(angles, scale), angles)
-    return cos.to(device), sin.to(device), turns.to(device)
-
-
-def tables_of_training(training, rope_dim, theta):
-    """Every sequence begins at position 0."""
-    positions = torch.arange(training.seq).expand(training.batch, -1)
-    return tables_of(positions, rope.frequencies(rope_dim, theta), torch.bfloat16, training.device)
-
-
-def turned(x, turns, pairs):
-    """Channels stay where they are."""
-    if pairs:
-        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
-    left, right = x.chunk(2, -1)
-    y = torch.complex(left, right) * turns
-    return torch.cat((y.real, y.imag), -1)
 
 
 def close(got, want, bound):
@@ -134,7 +113,7 @@ def test_a_leaf_stays_and_the_old_queries_are_missed(interpreted):
         rotate_heads(kept, cos, sin, nope_dim=3, pairs=True).sum().backward()
 
 
-@pytest.mark.gpu("latent_heads.rotate_heads_kernel")
+@pytest.mark.gpu("unproven.latent_heads.rotate_heads_kernel")
 @pytest.mark.parametrize("scale", [1.0, 1.3])
 def test_rotated_heads_at_training_sizes(training, scale):
     """Queries in the sizes of DeepSeek; channels 2i and 2i + 1 are a pair."""
@@ -155,7 +134,9 @@ def test_rotated_heads_at_training_sizes(training, scale):
     )
 
 
-@pytest.mark.gpu("latent_heads.latent_keys_kernel", "latent_heads.latent_keys_backward_kernel")
+@pytest.mark.gpu(
+    "unproven.latent_heads.latent_keys_kernel", "unproven.latent_heads.latent_keys_backward_kernel"
+)
 def test_keys_and_values_at_training_sizes(training):
     nope, rope_dim, heads = training.head_dim, training.head_dim // 2, training.heads
     shape = training.batch, training.seq

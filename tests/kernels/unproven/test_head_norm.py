@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_latent_heads import tables_of, tables_of_training, turned
 from training import bound, results_of, wide
+from turns import gradients_of, tables_of, tables_of_training, turned
 
 from kernels import rope
-from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
+from kernels.unproven.head_norm import split_normalize_and_rotate
 
 EPS = 1e-3  # large enough to matter
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])  # the second sequence has two documents
@@ -35,18 +35,6 @@ def inputs(heads, kv, d, s, dtype, device):
     qkv[1, 0, 0] = 0
     weights = [1 + 0.5 * torch.randn(d, device=device) for _ in "qk"]
     return [x.to(dtype).requires_grad_() for x in (qkv, *weights)]
-
-
-def gradients_of(memory, dy, heads):
-    """The gradients of q, k and v as some attention leaves them in memory."""
-    parts = dy.clone().split(heads, 2)
-    if memory == "apart":
-        return [x.clone() for x in parts]
-    if memory == "head by head":
-        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
-    if memory == "transposed":
-        return [x.transpose(1, 3).contiguous().transpose(1, 3) for x in parts]
-    return parts
 
 
 @pytest.mark.slow(every=24)
@@ -172,7 +160,7 @@ def test_it_is_that_of_transformers(interpreted):
         assert (a.double() - b).norm() <= 5e-6 * b.norm()
 
 
-@pytest.mark.gpu("head_norm.head_norm_kernel", "head_norm.head_norm_backward_kernel")
+@pytest.mark.gpu("unproven.head_norm.head_norm_kernel", "unproven.head_norm.head_norm_backward_kernel")
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("memory", ["side by side", "apart"])
 def test_at_training_sizes(training, memory):

@@ -1,19 +1,24 @@
 """The gradient of merged q, k, v, from those of its parts: the 8 bits and scales of the one in memory."""
 
+import functools
+
 import pytest
 import torch
 from test_fp8_formula import check_at_training_sizes, check_bits
 
-from kernels import fp8, fp8_rope, rope
+from kernels import fp8, rope
 from kernels.fp8 import E4M3, E5M2
-from kernels.fp8_formula import (
-    maxima_of,
+from kernels.fp8_linear import CASTS as PLAIN_CASTS
+from kernels.fp8_linear import Fp8Scaling, scaled_linear
+from kernels.unproven import fp8_rope
+from kernels.unproven.fp8_formula import (
+    CASTS,
+    find_origin_maxima,
     quantize_origin,
     quantize_origin_pair,
     quantize_transposed_origin,
 )
-from kernels.fp8_linear import Fp8Scaling, scaled_linear
-from kernels.fp8_origin import Reader, origin_of
+from kernels.unproven.fp8_origin import Reader, find_origin
 
 SIDE = 32
 # b, s, heads, kv, d: tails of strips, of tiles (no power of two) and of programs
@@ -53,13 +58,13 @@ def test_the_bits_of_the_gradient_in_memory(interpreted, monkeypatch, kind, shap
     b, s, heads, kv, d = shape
     gradients = draw(*shape, layout, interpreted, dtype)
     cos, sin = angles(b, s, d, interpreted, one_table=layout == "apart")
-    assert rope.computes_gradient(Reader(kind, SIDE), *gradients)
+    assert fp8_rope.computes_gradient(Reader(kind, SIDE), *gradients)
     want = rope.rope_backward(*(x.clone() for x in gradients), cos, sin).flatten(0, 1).flatten(1)  # [t, n]
     before = [x.clone() for x in gradients]
-    origin = origin_of(rope.unwritten_gradient(*gradients, cos, sin, (b, s, want.shape[1])))
+    origin = find_origin(fp8_rope.deferred_gradient(*gradients, cos, sin, (b, s, want.shape[1])))
     assert not origin.is_written and origin.shape == tuple(want.shape)
 
-    maxima = maxima_of(origin, kind, both=True)
+    maxima = find_origin_maxima(origin, kind, both=True)
     want_maxima = fp8.find_maxima(want, kind, both=True)
     if kind == "tensor":
         assert maxima.rows.amax() == want.abs().amax()
@@ -75,7 +80,9 @@ def test_the_bits_of_the_gradient_in_memory(interpreted, monkeypatch, kind, shap
     assert all(torch.equal(one, other) for one, other in zip(before, gradients))
 
 
-@pytest.mark.gpu("fp8_rope.rope_cast_kernel", "fp8_rope.rope_maxima_kernel", "rope.merge_gradients_kernel")
+@pytest.mark.gpu(
+    "unproven.fp8_rope.rope_cast_kernel", "unproven.fp8_rope.rope_maxima_kernel", "rope.rope_kernel"
+)
 @pytest.mark.parametrize("kind", ("tensor", "row"))
 def test_at_training_sizes(training, kind):
     shape = training.batch, training.seq, training.heads, training.kv, training.head_dim
@@ -84,7 +91,7 @@ def test_at_training_sizes(training, kind):
     def make():
         gradients = draw(*shape, "apart", training.device, torch.bfloat16)
         width = sum(x.shape[2] for x in gradients) * training.head_dim
-        origin = origin_of(rope.unwritten_gradient(*gradients, cos, sin, (*shape[:2], width)))
+        origin = find_origin(fp8_rope.deferred_gradient(*gradients, cos, sin, (*shape[:2], width)))
         return origin, rope.rope_backward(*gradients, cos, sin).view(training.tokens, width)
 
     check_at_training_sizes(training, make, kind)
@@ -93,8 +100,12 @@ def test_at_training_sizes(training, kind):
 def projection(x, weight, cos, sin, heads, kv, dys, recipe, reader):
     """q, k and v of x, and the gradients of x and weight."""
     leaves = [t.detach().requires_grad_() for t in (x, weight)]
-    qkv = scaled_linear(*leaves, None, None, Fp8Scaling(recipe, SIDE))
-    results = rope.split_heads_and_apply_rope(qkv, cos, sin, heads, kv, reader=reader)
+    casts = PLAIN_CASTS if reader is None else CASTS
+    qkv = scaled_linear(*leaves, None, None, Fp8Scaling(recipe, SIDE, casts=casts))
+    split = rope.split_heads_and_apply_rope
+    if reader is not None:
+        split = functools.partial(fp8_rope.split_heads_and_apply_rope, reader=reader)
+    results = split(qkv, cos, sin, heads, kv)
     grads = torch.autograd.grad(results, leaves, [dy.clone() for dy in dys])
     return *(y.detach() for y in results), *grads
 
@@ -114,7 +125,7 @@ def test_a_projection_trains_with_the_same_bits(interpreted, monkeypatch, recipe
         raise AssertionError("the gradient is written")
 
     monkeypatch.setattr(rope, "rope_backward", written)
-    got = projection(*args, Fp8Scaling(recipe, SIDE).reader)
+    got = projection(*args, Reader(Fp8Scaling(recipe, SIDE).activation_kind, SIDE))
     for one, other in zip(got, want):
         assert one.isfinite().all() and torch.equal(one, other)
 
@@ -123,16 +134,16 @@ def test_what_the_casts_do_not_compute_is_written(interpreted):
     """For scales of groups; channels that lie apart; gradients of several dtypes."""
     dq, dk, dv = draw(1, 4, 4, 2, 16, "apart", interpreted, torch.bfloat16)
     lie_apart = dq.transpose(1, 3).contiguous().transpose(1, 3)
-    assert rope.computes_gradient(Reader("row", SIDE), dq, dk, dv)
-    assert not rope.computes_gradient(Reader("group", SIDE), dq, dk, dv)
-    assert not rope.computes_gradient(Reader("row", SIDE), lie_apart, dk, dv)
-    assert not rope.computes_gradient(Reader("row", SIDE), dq, dk, dv.float())
+    assert fp8_rope.computes_gradient(Reader("row", SIDE), dq, dk, dv)
+    assert not fp8_rope.computes_gradient(Reader("group", SIDE), dq, dk, dv)
+    assert not fp8_rope.computes_gradient(Reader("row", SIDE), lie_apart, dk, dv)
+    assert not fp8_rope.computes_gradient(Reader("row", SIDE), dq, dk, dv.float())
 
 
 def test_without_kernels_all_is_written():
     qkv = torch.randn(1, 4, 128, requires_grad=True)
-    q, k, v = rope.split_heads_and_apply_rope(
+    q, k, v = fp8_rope.split_heads_and_apply_rope(
         qkv, *angles(1, 4, 16, qkv.device), 4, 2, reader=Reader("tensor", 32)
     )
     (grad,) = torch.autograd.grad(q.sum() + k.sum() + v.sum(), qkv)
-    assert grad.isfinite().all() and origin_of(grad).is_written
+    assert grad.isfinite().all() and find_origin(grad).is_written

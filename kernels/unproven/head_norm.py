@@ -1,11 +1,11 @@
 """RMSNorm of each head of queries and keys, then rotary positions (Qwen3, arXiv 2505.09388, section 2; the
 norm is from arXiv 2302.05442, section 2).
 
-On a GPU each direction is one pass over memory. The forward reads the merged q, k, v and writes new q and k;
-v stays in place. The backward reads the gradients of q, k and v where attention wrote them, rotates them
-back, recomputes the statistics of each head, and writes the gradient of the merged projection. Only the
+Each direction is one pass over memory. The forward reads the merged q, k, v and writes new q and k; v stays
+in place. The backward reads the gradients of q, k and v where attention wrote them, rotates them back,
+recomputes the statistics of each head, and writes the gradient of the merged projection. Only the
 projection's output is saved. Each program sums the weights' gradients over its tokens; a second sum over the
-programs has a fixed order. Without kernels, kernels/norm.py and kernels/rope.py run one after the other.
+programs has a fixed order.
 """
 import torch
 from torch import Tensor
@@ -14,16 +14,15 @@ from kernels.grad import accumulate_summed_grad
 from kernels.norm import rms_norm
 from kernels.rope import (
     apply_rope,
-    copy_heads,
     heads_of_tile,
     load_angles,
     per_sequence,
-    side_by_side,
     turn,
     turn_back,
 )
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import by_channel, kernel_is_available, num_processors, power_of_2, tl, triton
+from kernels.unproven.heads import copy_heads
 
 TILE = 1024  # pairs of channels that a program processes at a time
 PROGRAMS = 4  # programs of the backward on each multiprocessor, as in kernels/norm.py
@@ -54,6 +53,23 @@ def split_normalize_and_rotate(
     q = apply_rope(q, cos, sin, compiled)
     k = apply_rope(k, cos, sin, compiled)
     return q, k, v
+
+
+def side_by_side(*parts: Tensor) -> Tensor | None:
+    """Return the contiguous [b, s, sum of heads, d] that these parts form, in this order, or None."""
+    first = parts[0]
+    b, s, _, d = first.shape
+    total = sum(x.shape[2] for x in parts)
+    strides = (s * total * d, total * d, d, 1)
+    storage = first.untyped_storage().data_ptr()
+    offset = first.storage_offset()
+    for part in parts:
+        if part.stride() != strides or part.storage_offset() != offset:
+            return None
+        if part.untyped_storage().data_ptr() != storage:
+            return None
+        offset += part.shape[2] * d
+    return first.as_strided((b, s, total, d), strides)
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------

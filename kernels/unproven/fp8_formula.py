@@ -4,7 +4,7 @@
     norm               LayerNorm or RMSNorm           x [m, n], weight, bias [n], 1 / deviation, mean [m]
     swiglu             silu(gate) * up                gate_up [m, 2n]
     swiglu_backward    the gradient of gate_up        gate_up [m, n], dy [m, n/2]
-    rope_backward      the gradient of merged q, k, v dq, dk, dv, cos, sin (kernels/fp8_rope.py)
+    rope_backward      the gradient of merged q, k, v dq, dk, dv, cos, sin (fp8_rope.py)
 
 A formula computes each element from operands that are in memory anyway, with the arithmetic and rounding of
 the kernel that would have written it. So the 8 bits and the scales equal those of a materialized result, bit
@@ -28,9 +28,7 @@ from kernels.fp8 import (
     before_cast,
     cast_tile,
     cast_warps,
-    empty_maxima,
     find_maxima,
-    maxima_of_strips,
 )
 from kernels.fp8_gemm import (
     QuantizedMatrix,
@@ -38,15 +36,17 @@ from kernels.fp8_gemm import (
     quantize_operand,
     quantize_operand_pair,
 )
-from kernels.fp8_origin import Origin
-from kernels.fp8_rope import launch_rope_cast, launch_rope_maxima
+from kernels.fp8_linear import Casts
 from kernels.norm import normalized
 from kernels.swiglu import silu_times, swiglu_gradients
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, power_of_2, tl, triton
+from kernels.unproven.fp8_maxima import empty_maxima, reduce_strip_maxima
+from kernels.unproven.fp8_origin import Origin, find_origin
+from kernels.unproven.fp8_rope import launch_rope_cast, launch_rope_maxima
 
 
-def maxima_of(x: Origin, kind: str, *, both: bool) -> Maxima:
+def find_origin_maxima(x: Origin, kind: str, *, both: bool) -> Maxima:
     """fp8.find_maxima of a matrix by its origin; reuses those that its producer found."""
     if x.kind == kind and x.maxima.rows is not None:
         return x.maxima
@@ -62,7 +62,9 @@ def quantize_origin(
     """fp8.quantize of a matrix by its origin."""
     if x.is_written:
         return quantize_operand(written(x), kind, dtype, side, largest)
-    ahead, _ = cast_of(x)(x, kind, dtype, side, Maxima(rows=largest), back=False)
+    if largest is None:
+        largest = find_origin_maxima(x, kind, both=False).rows
+    ahead, _ = select_cast_launcher(x)(x, kind, dtype, side, Maxima(rows=largest), back=False)
     return QuantizedMatrix(*ahead, kind, side)
 
 
@@ -72,7 +74,7 @@ def quantize_transposed_origin(
     """fp8.quantize of its transpose. largest is that of the transpose's rows."""
     if x.is_written:
         return quantize_operand(written(x).t(), kind, dtype, side, largest)
-    _, back = cast_of(x)(x, kind, dtype, side, Maxima(columns=largest), ahead=False)
+    _, back = select_cast_launcher(x)(x, kind, dtype, side, Maxima(columns=largest), ahead=False)
     return QuantizedMatrix(*back, kind, side)
 
 
@@ -82,11 +84,11 @@ def quantize_origin_pair(
     """fp8.quantize_pair of a matrix by its origin."""
     if x.is_written:
         return quantize_operand_pair(written(x), kind, dtype, side, maxima)
-    ahead, back = cast_of(x)(x, kind, dtype, side, maxima)
+    ahead, back = select_cast_launcher(x)(x, kind, dtype, side, maxima)
     return QuantizedPair(QuantizedMatrix(*ahead, kind, side), QuantizedMatrix(*back, kind, side))
 
 
-def cast_of(x: Origin) -> Callable[..., tuple[Quantized, Quantized]]:
+def select_cast_launcher(x: Origin) -> Callable[..., tuple[Quantized, Quantized]]:
     """Return the function that launches the cast of an unwritten result."""
     return launch_rope_cast if x.formula == "rope_backward" else launch_formula_cast
 
@@ -95,6 +97,11 @@ def written(x: Origin) -> Tensor:
     """Return the materialized matrix [m, n]."""
     assert x.is_written and x.operands[0] is not None, f"the result of {x.formula} is not written"
     return x.operands[0]
+
+
+# of an Fp8Scaling: a linear's matrices by their origins
+CASTS = Casts(find_origin, find_origin_maxima, quantize_origin, quantize_transposed_origin,
+              quantize_origin_pair)
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
@@ -210,14 +217,14 @@ def formula_cast_kernel(
         )
 
 
-def operands_of(x: Origin) -> Operands:
+def get_operands(x: Origin) -> Operands:
     """Return the arguments of the kernels."""
     first, *others = x.operands
     assert first is not None
     return Operands(first, None, *others) if x.formula == "norm" else Operands(first, *others)
 
 
-def halves_of(x: Origin) -> int:
+def num_halves(x: Origin) -> int:
     """Return into how many parts with the same operands its columns are split."""
     return 2 if x.formula == "swiglu_backward" else 1
 
@@ -225,18 +232,18 @@ def halves_of(x: Origin) -> int:
 def launch_formula_maxima(x: Origin, kind: str) -> Maxima:
     """Return the maxima of a result for scales of kind tensor or row."""
     m, n = x.shape
-    operands = operands_of(x)
+    operands = get_operands(x)
     of_rows, of_columns = empty_maxima(operands.x, m, n, kind)
     formula_maxima_kernel[(ceil_div(m, STRIP),)](
-        *operands, of_rows, of_columns, m, n // halves_of(x),
+        *operands, of_rows, of_columns, m, n // num_halves(x),
         FORMULA=x.formula,
-        HALVES=halves_of(x),
+        HALVES=num_halves(x),
         KIND=kind,
         ROWS=STRIP,
         COLUMNS=BLOCK_SIDE,
         num_warps=8,
     )
-    return maxima_of_strips(of_rows, of_columns)
+    return reduce_strip_maxima(of_rows, of_columns)
 
 
 def launch_formula_cast(
@@ -251,16 +258,16 @@ def launch_formula_cast(
 ) -> tuple[Quantized, Quantized]:
     """Run fp8.launch_cast on an unwritten result."""
     m, n = x.shape
-    operands = operands_of(x)
+    operands = get_operands(x)
     rows, columns = (side, side) if kind == "group" else PAIR
     quantized, transposed, maxima, parts = before_cast(
         operands.x, (1, m, n), kind, dtype, side, maxima, ahead=ahead, back=back
     )
-    width = n // halves_of(x)
+    width = n // num_halves(x)
     formula_cast_kernel[(ceil_div(m, rows), ceil_div(width, columns), 1)](
         *operands, *quantized, maxima.rows, *transposed, maxima.columns, m, width, parts,
         FORMULA=x.formula,
-        HALVES=halves_of(x),
+        HALVES=num_halves(x),
         KIND=kind,
         AHEAD=ahead,
         BACK=back,

@@ -2,8 +2,7 @@
 
 The projection's output is split into heads and rotated (kernels/rope.py). Its gradient [tokens, channels] is
 that of q and of k, rotated back, next to that of v. If its sole consumer is an fp8 linear, it is computed
-from where attention wrote the three, tile by tile, with the bits of rope.merge_gradients_kernel, and never
-written.
+from where attention wrote the three, tile by tile, with the bits of kernels/rope.py, and never written.
 
 Its tiles are halves of heads, left and right: each pair of channels is rotated once, and a program, which
 processes several heads of the same tokens, loads their angles once. A scale per group would need both halves
@@ -21,16 +20,71 @@ from kernels.fp8 import (
     as_stored,
     before_cast,
     cast_tile,
-    empty_maxima,
-    maxima_of_strips,
 )
-from kernels.fp8_origin import Origin
-from kernels.rope import turn_back
+from kernels.rope import SplitRope, per_sequence, turn_back
 from kernels.tiles import block_range, inside_matrix, load_fp32
 from kernels.triton_ import ceil_div, power_of_2, tl, triton
+from kernels.unproven.fp8_maxima import empty_maxima, reduce_strip_maxima
+from kernels.unproven.fp8_origin import Origin, Reader, deferred_tensor
 
 HEADS = 8  # per program of the cast
 CAST_WARPS = 16  # both halves of a head, their angles and their casts fit the threads' registers
+
+
+def split_heads_and_apply_rope(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv: int,
+    compiled: bool = False,
+    *,
+    reader: Reader,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """kernels.rope.split_heads_and_apply_rope. `reader`, the fp8 linear that produced qkv, computes its
+    gradient, if there are kernels for it."""
+    return SplitRopeForReader.apply(qkv, cos, sin, heads, kv, compiled, reader)
+
+
+def computes_gradient(reader: Reader, dq: Tensor, dk: Tensor, dv: Tensor) -> bool:
+    """Whether the casts of a linear can compute the gradient of its result from these [b, s, heads, d]."""
+    are_alike = all(x.stride(-1) == 1 and x.dtype == dq.dtype for x in (dq, dk, dv))
+    return reader.kind in ("tensor", "row") and are_alike and reader.takes(dq, dk, dv)
+
+
+def deferred_gradient(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]
+) -> Tensor:
+    """Return split_backward as an unwritten tensor, left to the linear that reads it."""
+    b, s, heads, d = dq.shape
+    matrix = b * s, (heads + 2 * dk.shape[2]) * d
+    tables = per_sequence(cos, b), per_sequence(sin, b)
+    return deferred_tensor(Origin("rope_backward", matrix, (dq, dk, dv, *tables)), shape, like=dq)
+
+
+class SplitRopeForReader(torch.autograd.Function):
+    """kernels.rope.SplitRope, with a backward for the reader."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        kv: int,
+        compiled: bool,
+        reader: Reader,
+    ) -> tuple[Tensor, ...]:
+        ctx.reader = reader
+        return SplitRope.forward(ctx, qkv, cos, sin, heads, kv, compiled)
+
+    @staticmethod
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        if ctx.triton and computes_gradient(ctx.reader, dq, dk, dv):
+            return deferred_gradient(dq, dk, dv, cos, sin, ctx.shape), *[None] * 6
+        return *SplitRope.backward(ctx, dq, dk, dv), None
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
@@ -197,7 +251,7 @@ def launch_rope_maxima(x: Origin, kind: str) -> Maxima:
         ROWS=STRIP,
         num_warps=8,
     )
-    return maxima_of_strips(of_rows, of_columns)
+    return reduce_strip_maxima(of_rows, of_columns)
 
 
 def launch_rope_cast(
