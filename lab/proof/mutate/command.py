@@ -1,7 +1,7 @@
 """Does the proof catch a bug? python -m scripts.mutate [--only WORD ...] | --draw N --seed S [--resume FILE]
 
-Without --draw: the table of planted bugs (lab/proof/mutate/table.py), each representing a class of bugs found
-in published codebases, against scripts.verify. A bug that verify misses is a hole in the proof: exit 1.
+Without --draw: the table of planted bugs (lab/proof/mutate/table.yaml), each representing a class of bugs
+found in published codebases, against scripts.verify. A bug that verify misses is a hole in the proof: exit 1.
 
 With --draw: N mutants of the whole core (model/, parallel/, optim/, data/, checkpoint/, the step and the
 evaluation), drawn by the seed. Each runs against the tests that cover its function (per tests/footprints.xz),
@@ -16,6 +16,8 @@ With --without-verify only tests are run, also for the bugs of the table.
 import argparse
 import contextlib
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from config import ConfigError
@@ -25,17 +27,38 @@ from lab.proof.mutate import cover, table
 from lab.proof.mutate.checkout import ROOT, copy_checkout
 from lab.proof.mutate.control import Controls
 from lab.proof.mutate.cover import footprint_file
-from lab.proof.mutate.draw import Mutant, draw
+from lab.proof.mutate.draw import draw
 from lab.proof.mutate.judge import BUDGET_S, Verdict, append_verdict, count_kills, judge, read_verdicts
-from lab.proof.mutate.report import make_report, read_explanations
+from lab.proof.mutate.mutant import Key, Mutant
+from lab.proof.mutate.report import explained_mutants, make_report, make_table_report, read_explanations
+
+# (mutant, kills of each test function so far) -> verdict
+Judge = Callable[..., Verdict]
 
 
 def main(argv: list[str]) -> int:
     """Return the exit code."""
     args = make_parser().parse_args(argv)
-    if args.draw is None and not args.without_verify:
-        return table.run(args.only, args.world, args.part)
-    return judge_all(args)
+    mutants = choose_mutants(args)
+    if args.list:
+        print(*(mutant.difference() for mutant in mutants), sep="\n")
+        return 0
+
+    verdicts = judge_mutants(mutants, args)
+    judged = [verdicts[mutant.key] for mutant in mutants if mutant.key in verdicts]
+    if is_by_verify(args):
+        lines, enough = make_table_report(judged)
+    else:
+        lines, enough = make_report(judged, explained_mutants(judged, read_explanations(), ROOT))
+    print(*lines, sep="\n")
+    if len(judged) < len(mutants):
+        print(f"{len(mutants) - len(judged)} mutants are left: the same command with --resume continues")
+    return 0 if enough else 1
+
+
+def is_by_verify(args: argparse.Namespace) -> bool:
+    """Return whether the mutants are bugs of the table, each with its own run of verify."""
+    return args.draw is None and not args.without_verify
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,23 +88,29 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budget", type=float, default=BUDGET_S, help="seconds of tests of each kind that a mutant meets"
     )
-    parser.add_argument("--list", action="store_true", help="show the mutants of --draw and judge none")
+    parser.add_argument("--list", action="store_true", help="show the mutants and judge none")
     parser.add_argument(
         "--without-verify", action="store_true", help="ask tests alone, also about the bugs of the table"
     )
     return parser
 
 
-def judge_all(args: argparse.Namespace) -> int:
-    """Judge the mutants of a draw or of the table, print the report, and return the exit code."""
+def choose_mutants(args: argparse.Namespace) -> list[Mutant]:
+    """Return the chosen part of the table or of the draw."""
     if args.draw is None:
-        mutants = table.mutants(part_of(table.chosen(args.only, args.world), args.part))
-    else:
-        part_of(range(args.draw), args.part)  # raises before the slow draw
-        mutants = part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), args.part)
-    if args.list:
-        print(*(mutant.difference() for mutant in mutants), sep="\n")
-        return 0
+        bugs = table.choose(table.read_table(), args.only, args.world)
+        return table.mutants(part_of(bugs, args.part))
+    part_of(range(args.draw), args.part)  # raises before the slow draw
+    return part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), args.part)
+
+
+@contextlib.contextmanager
+def make_judge(args: argparse.Namespace) -> Iterator[Judge]:
+    """Yield the function that judges a mutant in copies of the checkout."""
+    if is_by_verify(args):
+        with copy_checkout(ROOT) as base:
+            yield lambda mutant, kills: table.judge_by_verify(mutant, base)
+        return
 
     if not footprint_file.FOOTPRINTS.exists():
         raise ConfigError(
@@ -89,19 +118,17 @@ def judge_all(args: argparse.Namespace) -> int:
             "bash scripts/test.sh --all --record FOLDER and python tests/footprints.py FOLDER first"
         )
     coverage = cover.CoverageMap(footprint_file.read_footprints(), cover.core_tests())
-    verdicts = judge_mutants(mutants, coverage, args)
+    with copy_checkout(ROOT) as base, contextlib.closing(Controls(base)) as controls:
+        yield partial(
+            judge,
+            controls=controls,
+            coverage=coverage,
+            budget_s=args.budget,
+            verify=not args.without_verify,
+        )
 
-    judged = [verdicts[mutant.key] for mutant in mutants if mutant.key in verdicts]
-    lines, enough = make_report(judged, read_explanations())
-    print(*lines, sep="\n")
-    if len(judged) < len(mutants):
-        print(f"{len(mutants) - len(judged)} mutants are left: the same command with --resume continues")
-    return 0 if enough else 1
 
-
-def judge_mutants(
-    mutants: list[Mutant], coverage: cover.CoverageMap, args: argparse.Namespace
-) -> dict[tuple[str, int, str, str], Verdict]:
+def judge_mutants(mutants: list[Mutant], args: argparse.Namespace) -> dict[Key, Verdict]:
     """Judge the mutants that the --resume file lacks, until --minutes are over.
 
     Returns {key of a mutant: its verdict}, including those from the file.
@@ -109,7 +136,7 @@ def judge_mutants(
     known = read_verdicts(args.resume) if args.resume else []
     verdicts = {verdict.key: verdict for verdict in known}
     started = time.perf_counter()
-    with copy_checkout(ROOT) as base, contextlib.closing(Controls(base)) as controls:
+    with make_judge(args) as judge_mutant:
         for mutant in mutants:
             if mutant.key in verdicts:
                 continue
@@ -118,14 +145,7 @@ def judge_mutants(
 
             # another process may have added to the file
             kills = count_kills(read_verdicts(args.resume) if args.resume else verdicts.values())
-            verdict = judge(
-                mutant,
-                controls,
-                coverage,
-                budget_s=args.budget,
-                verify=not args.without_verify,
-                kills=kills,
-            )
+            verdict = judge_mutant(mutant, kills=kills)
             verdicts[mutant.key] = verdict
 
             outcome = verdict.stage or "SURVIVED"

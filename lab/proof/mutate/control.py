@@ -44,11 +44,17 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class VerifyRun:
-    """A run of scripts.verify on the layout named by `words`, separated by spaces."""
+    """A run of scripts.verify on layouts that have these `words`, separated by spaces; on any if "".
+
+    `overrides` are words for the end of its command line.
+    """
 
     recipe: str
     world: int
     words: str
+    num_layouts: int = 1
+    is_strict: bool = False
+    overrides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.recipe} --world {self.world} --only {self.words}"
@@ -124,9 +130,14 @@ def run_tests(
 
 
 def run_verify(folder: Path, run: VerifyRun, limit_s: float) -> CommandResult:
-    """Run scripts.verify in a sandbox on one layout."""
+    """Run scripts.verify in a sandbox."""
     command = [sys.executable, "-m", "scripts.verify", run.recipe, "--world", str(run.world)]
-    command += ["--layouts", "1", "--only", *run.words.split()]
+    command += ["--layouts", str(run.num_layouts)]
+    if run.words:
+        command += ["--only", *run.words.split()]
+    if run.is_strict:
+        command.append("--strict")
+    command += run.overrides
     return run_command(command, folder / "checkout", limit_s, folder / "log")
 
 

@@ -11,6 +11,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from config import ConfigError
+from lab.proof.mutate.mutant import Mutant, make_mutant
 from lab.proof.mutate.operators import OPERATORS, called_name
 from lab.proof.mutate.source import Edit, Source
 
@@ -100,29 +101,6 @@ def core_files(root: Path) -> list[str]:
     return names + [name for name in CORE_FILES if (root / name).exists()]
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """One edit of one file. before, after: the lines that differ, starting at `line`."""
-
-    file: str
-    line: int
-    operator: str
-    before: str
-    after: str
-    edit: Edit
-
-    @property
-    def key(self) -> tuple[str, int, str, str]:
-        """Identify the mutant among all mutants of a checkout."""
-        return self.file, self.line, self.before, self.after
-
-    def difference(self) -> str:
-        """Return the mutant as a title and a diff."""
-        removed = "".join(f"\n- {line}" for line in self.before.splitlines())
-        added = "".join(f"\n+ {line}" for line in self.after.splitlines())
-        return f"{self.file}:{self.line} ({self.operator}){removed}{added}"
-
-
 # ---- where mutants can be ----------------------------------------------------------------------------------
 
 NOT_MUTATED = (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)
@@ -135,7 +113,7 @@ def mutable_nodes(node: ast.AST, source: Source) -> Iterator[ast.AST]:
     """
     if is_excluded(node, source):
         return
-    if isinstance(node, (ast.If, ast.IfExp)) and "cuda" in source.text_of(node.test):
+    if isinstance(node, (ast.If, ast.IfExp)) and "cuda" in source.get_text(node.test):
         children = cpu_branch(node)
     else:
         yield node
@@ -153,12 +131,12 @@ def is_excluded(node: ast.AST, source: Source) -> bool:
     if isinstance(node, (ast.AnnAssign, ast.Assert)):
         return False
     if isinstance(node, (ast.If, ast.IfExp)):
-        return "__main__" in source.text_of(node.test)
+        return "__main__" in source.get_text(node.test)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
         return True
     if not isinstance(node, ast.stmt) or hasattr(node, "body"):
         return False
-    return "cuda" in source.text_of(node)  # a simple statement
+    return "cuda" in source.get_text(node)  # a simple statement
 
 
 def cpu_branch(node: ast.If | ast.IfExp) -> Sequence[ast.AST]:
@@ -278,25 +256,6 @@ def changes_behaviour(text: str, file: str, original: tuple) -> bool:
         return behaviour(compile_text(text, file)) != original
     except (SyntaxError, ValueError):
         return False
-
-
-def make_mutant(file: str, source: Source, operator: str, edit: Edit) -> Mutant:
-    """Return the mutant of an edit, with the lines that it changes."""
-    first = source.line_number(edit.start)
-    last = source.line_number(max(edit.start, edit.end - 1))
-    old_lines = source.text.splitlines()
-    new_lines = edit.apply_to(source.text).splitlines()
-    num_lines_after = len(old_lines) - last
-    before = old_lines[first - 1 : last]
-    after = new_lines[first - 1 : len(new_lines) - num_lines_after]
-    return Mutant(
-        file=file,
-        line=first,
-        operator=operator,
-        before="\n".join(before),
-        after="\n".join(after),
-        edit=edit,
-    )
 
 
 def draw(root: Path, count: int, seed: int, only: tuple[str, ...] = ()) -> list[Mutant]:

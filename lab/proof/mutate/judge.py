@@ -27,7 +27,7 @@ from lab.proof.mutate.control import (
     sandbox,
 )
 from lab.proof.mutate.cover import CoverageMap
-from lab.proof.mutate.draw import Mutant
+from lab.proof.mutate.mutant import Key, Mutant, mutant_key, plant
 
 KILL_BONUS = 2.0  # a test with one kill runs before tests that take a third of its time
 NO_KILLS: Mapping[str, int] = MappingProxyType({})
@@ -243,9 +243,9 @@ class Verdict:
     seconds: float
 
     @property
-    def key(self) -> tuple[str, int, str, str]:
+    def key(self) -> Key:
         """The key of the mutant: Mutant.key."""
-        return self.file, self.line, self.before, self.after
+        return mutant_key(self.file, self.line, self.operator, self.before, self.after)
 
 
 # ---- which tests a mutant runs against ---------------------------------------------------------------------
@@ -332,9 +332,7 @@ def judge(
     proofs = [(PROOF_S, name) for name in sorted(coverage.core) if name.startswith(PROOFS)]
 
     with sandbox(controls.base) as folder:
-        planted = folder / "checkout" / mutant.file
-        planted.unlink()
-        planted.write_text(mutant.edit.apply_to(text))
+        plant(mutant, folder / "checkout")
         choose = partial(choose_tests, budget_s=budget_s, kills=kills, related=related)
         kill = kill_by_tests("core", folder, choose(core), controls)
         kill = kill or kill_by_tests("core", folder, proofs, controls)
@@ -343,6 +341,11 @@ def judge(
             runs = verify_runs(mutant.file) if verify else ()
             kill = kill_by_verify(folder, runs, controls)
 
+    return make_verdict(mutant, kill, started, num_tests=len(tests))
+
+
+def make_verdict(mutant: Mutant, kill: Kill, started: float, num_tests: int = 0) -> Verdict:
+    """Return the verdict of a mutant whose judging `started` at this time.perf_counter()."""
     return Verdict(
         file=mutant.file,
         line=mutant.line,
@@ -352,7 +355,7 @@ def judge(
         stage=kill.stage,
         by=kill.by,
         hung=kill.hung,
-        ran=len(tests),
+        ran=num_tests,
         seconds=round(time.perf_counter() - started, 1),
     )
 

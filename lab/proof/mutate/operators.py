@@ -230,12 +230,8 @@ def dropped_condition(node: ast.AST, source: Source) -> Iterator[Edit]:
     """`a and b` becomes a or b."""
     if not isinstance(node, ast.BoolOp):
         return
-    operands = [source.operand(value) for value in node.values]
-    symbol = SYMBOLS[type(node.op)]
-    for index in range(len(operands)):
-        kept = operands[:index] + operands[index + 1 :]
-        joined = f" {symbol} ".join(kept)
-        yield source.replace(node, f"({joined})" if len(kept) > 1 else joined)
+    for condition in node.values:
+        yield source.drop_condition(node, condition)
 
 
 def and_or(node: ast.AST, source: Source) -> Iterator[Edit]:
@@ -303,17 +299,9 @@ def dropped_keyword(node: ast.AST, source: Source) -> Iterator[Edit]:
     """f(x, k=v) becomes f(x)."""
     if not isinstance(node, ast.Call):
         return
-    arguments = sorted([*node.args, *node.keywords], key=source.span)
-    for position, argument in enumerate(arguments):
-        if not isinstance(argument, ast.keyword) or argument.arg is None:  # positional, or **arguments
-            continue
-        start, end = source.span(argument)
-        if position > 0:  # with the comma before it
-            yield Edit(source.span(arguments[position - 1])[1], end, "")
-        elif len(arguments) > 1:  # with the comma after it
-            yield Edit(start, source.span(arguments[1])[0], "")
-        else:
-            yield Edit(start, end, "")
+    for argument in sorted(node.keywords, key=source.span):
+        if argument.arg is not None:  # else **arguments
+            yield source.drop_item(node, argument)
 
 
 def swapped_arguments(node: ast.AST, source: Source) -> Iterator[Edit]:
@@ -322,13 +310,8 @@ def swapped_arguments(node: ast.AST, source: Source) -> Iterator[Edit]:
         return
     positional = [value for value in node.args if not isinstance(value, (ast.Starred, ast.GeneratorExp))]
     for left, right in zip(positional, positional[1:]):
-        left_start, left_end = source.span(left)
-        right_start, right_end = source.span(right)
-        left_text = source.text[left_start:left_end]
-        right_text = source.text[right_start:right_end]
-        separator = source.text[left_end:right_start]
-        if left_text != right_text:
-            yield Edit(left_start, right_end, right_text + separator + left_text)
+        if source.get_text(left) != source.get_text(right):
+            yield source.swap(left, right)
 
 
 # ---- indices, axes, process groups -------------------------------------------------------------------------
@@ -381,7 +364,7 @@ def wrong_group(node: ast.AST, source: Source) -> Iterator[Edit]:
         return
     for other in GROUP_AXES:
         if other != node.attr:
-            yield source.replace(node, f"{source.text_of(mesh)}.{other}")
+            yield source.replace(node, f"{source.get_text(mesh)}.{other}")
 
 
 # ---- branches and results ----------------------------------------------------------------------------------

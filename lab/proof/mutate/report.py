@@ -1,52 +1,89 @@
 """The final table of a mutation run, and the mutants that are known to be equivalent."""
 
+import ast
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from config import ConfigError
+from lab.proof.mutate.change import PlacedChange, read_source
 from lab.proof.mutate.judge import Verdict
+from lab.proof.mutate.mutant import Key
 
 EXPLANATIONS_FILE = Path(__file__).parent / "equivalent.yaml"
 STAGES = ("core", "slow", "verify")
 TARGET_SHARE = 0.95  # killed, among the mutants that are not explained
 
-Explanations = dict[tuple[str, str, str], str]  # (file, before, after) -> why no test can tell the difference
+
+@dataclass(frozen=True)
+class Explanation:
+    """A change that no test can tell from the original, and why."""
+
+    change: PlacedChange
+    reason: str
 
 
-def read_explanations(path: Path = EXPLANATIONS_FILE) -> Explanations:
-    """Read the explained mutants, with unindented lines.
-
-    Raises ConfigError if an entry is incomplete.
-    """
-    explanations = {}
-    for entry in yaml.safe_load(path.read_text()) or []:
-        if set(entry) != {"file", "before", "after", "reason"} or not str(entry["reason"]).strip():
-            raise ConfigError(f"{path.name}: {entry} must have file, before, after and a reason")
-        before = without_indentation(entry["before"])
-        after = without_indentation(entry["after"])
-        explanations[entry["file"], before, after] = entry["reason"]
+def read_explanations(path: Path = EXPLANATIONS_FILE) -> list[Explanation]:
+    """Read the explained mutants. Raises ConfigError if an entry is incomplete."""
+    explanations = []
+    for entry in yaml.load(path.read_text(), Loader=yaml.BaseLoader):
+        if not entry.get("reason", "").strip() or "place" not in entry:
+            raise ConfigError(f"{path.name}: {entry} must have a place, a change and a reason")
+        explanations.append(Explanation(PlacedChange.from_entry(entry, others=("reason",)), entry["reason"]))
     return explanations
 
 
-def without_indentation(text: str) -> str:
-    return "\n".join(line.strip() for line in text.strip().splitlines())
+def explained_mutants(
+    verdicts: Sequence[Verdict], explanations: Sequence[Explanation], root: Path
+) -> set[Key]:
+    """Return the keys of the survivors that are explained: they have the syntax tree of an explanation.
+
+    Raises ConfigError if the place of an explanation in the file of a survivor is not found.
+    """
+    alive = [verdict for verdict in verdicts if not verdict.stage]
+    explained = set()
+    for file in sorted({verdict.file for verdict in alive}):
+        changes = [explanation.change for explanation in explanations if explanation.change.file == file]
+        if not changes:
+            continue
+        source = read_source(root, file)
+        known = {ast.dump(ast.parse(change.edit(source).apply_to(source.text))) for change in changes}
+        for verdict in alive:
+            if verdict.file == file and not known.isdisjoint(mutated_trees(verdict, source.text)):
+                explained.add(verdict.key)
+    return explained
 
 
-def make_report(verdicts: Sequence[Verdict], explanations: Explanations) -> tuple[list[str], bool]:
+def mutated_trees(verdict: Verdict, text: str) -> Iterator[str]:
+    """Yield the syntax trees that the mutant has wherever its lines stand in the text today."""
+    lines = text.splitlines()
+    before = verdict.before.splitlines()
+    for start in range(len(lines)):
+        end = start + len(before)
+        if lines[start:end] == before:
+            mutated = "\n".join([*lines[:start], *verdict.after.splitlines(), *lines[end:]])
+            yield ast.dump(ast.parse(mutated))
+
+
+def make_table_report(verdicts: Sequence[Verdict]) -> tuple[list[str], bool]:
+    """Return the lines to print about planted bugs that verify met, and whether all are caught."""
+    missed = [verdict for verdict in verdicts if not verdict.stage]
+    lines = [f"MISSED {verdict.operator}: {verdict.by or 'verify saw nothing'}" for verdict in missed]
+    seconds = sum(verdict.seconds for verdict in verdicts)
+    num_caught = len(verdicts) - len(missed)
+    lines.append(f"{num_caught} of {len(verdicts)} planted bugs caught ({seconds:.0f} s)")
+    return lines, not missed
+
+
+def make_report(verdicts: Sequence[Verdict], explained_keys: Container[Key]) -> tuple[list[str], bool]:
     """Return the lines to print, and whether the killed share reaches TARGET_SHARE."""
-
-    def is_explained(verdict: Verdict) -> bool:
-        before = without_indentation(verdict.before)
-        after = without_indentation(verdict.after)
-        return (verdict.file, before, after) in explanations
-
     killed = [verdict for verdict in verdicts if verdict.stage]
     alive = [verdict for verdict in verdicts if not verdict.stage]
-    explained = [verdict for verdict in alive if is_explained(verdict)]
-    survived = [verdict for verdict in alive if not is_explained(verdict)]
+    explained = [verdict for verdict in alive if verdict.key in explained_keys]
+    survived = [verdict for verdict in alive if verdict.key not in explained_keys]
 
     lines = []
     for verdict in survived:

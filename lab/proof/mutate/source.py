@@ -3,8 +3,10 @@
 import ast
 import re
 from bisect import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from config import ConfigError
 
 Node = ast.expr | ast.stmt | ast.keyword  # nodes that have a position in the source
 
@@ -43,6 +45,7 @@ class Source:
     names_of_function: dict[ast.AST, tuple[str, ...]]  # function -> its parameters and the names it assigns
     enclosing_function: dict[ast.AST, ast.AST]  # node -> the innermost enclosing function
     statement_calls: frozenset[ast.AST]  # values of expression statements, mostly calls
+    parents: dict[ast.AST, ast.AST]  # node -> the node that it is a child of
 
     @staticmethod
     def parse(text: str) -> "Source":
@@ -73,6 +76,7 @@ class Source:
             names_of_function=names_of_function,
             enclosing_function=enclosing_function,
             statement_calls=frozenset(statement_values),
+            parents={child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)},
         )
 
     def offset_of(self, line: int, column: int) -> int:
@@ -90,7 +94,7 @@ class Source:
         end = self.offset_of(last_line(node), node.end_col_offset)
         return start, end
 
-    def text_of(self, node: Node) -> str:
+    def get_text(self, node: Node) -> str:
         start, end = self.span(node)
         return self.text[start:end]
 
@@ -104,8 +108,106 @@ class Source:
 
     def operand(self, node: Node) -> str:
         """Return the text of a node, parenthesized unless it is an atom."""
-        text = self.text_of(node)
+        text = self.get_text(node)
         return text if isinstance(node, ATOMS) else f"({text})"
+
+    def replace_operand(self, node: Node, new: str) -> Edit:
+        """Replace an expression, parenthesized where it is an operand."""
+        is_operand = isinstance(self.parents[node], ast.expr)
+        is_atom = isinstance(ast.parse(new, mode="eval").body, ATOMS)
+        return self.replace(node, f"({new})" if is_operand and not is_atom else new)
+
+    def statement_of(self, node: Node) -> ast.stmt | None:
+        """Return the statement that a node is, or that consists of it alone, else None."""
+        if node in self.statement_calls:
+            return self.parents[node]
+        return node if isinstance(node, ast.stmt) else None
+
+    def join(self, edits: Sequence[Edit]) -> Edit:
+        """Return several edits as one. Raises ConfigError if they overlap."""
+        ordered = sorted(edits, key=lambda edit: (edit.start, edit.end))
+        start = ordered[0].start
+        parts = []
+        position = start
+        for edit in ordered:
+            if edit.start < position:
+                raise ConfigError(f"two changes of `{self.text[edit.start : edit.end]}`")
+            parts += [self.text[position : edit.start], edit.new]
+            position = edit.end
+        return Edit(start, position, "".join(parts))
+
+    def swap(self, left: Node, right: Node) -> Edit:
+        """Two nodes change places, of which `left` comes first."""
+        left_end = self.span(left)[1]
+        right_start = self.span(right)[0]
+        between = self.text[left_end:right_start]
+        new = self.get_text(right) + between + self.get_text(left)
+        return Edit(self.span(left)[0], self.span(right)[1], new)
+
+    # ---- leaving something out ----------------------------------------------------------------------------
+
+    def drop(self, node: Node) -> Edit:
+        """Leave out a statement, an argument, an element, a filter or an operand.
+
+        Raises ConfigError for anything else.
+        """
+        statement = self.statement_of(node)
+        if statement is not None:
+            return self.replace(statement, "pass")
+        parent = self.parents[node]
+        if isinstance(parent, ast.keyword):
+            node, parent = parent, self.parents[parent]
+        is_callee = isinstance(parent, ast.Call) and node is parent.func
+        if isinstance(parent, (ast.Call, ast.Tuple, ast.List, ast.Dict)) and not is_callee:
+            return self.drop_item(parent, node)
+        if isinstance(parent, ast.comprehension):
+            start = self.text.rindex("if", 0, self.span(node)[0])
+            return Edit(start, self.span(node)[1], "")
+        if isinstance(parent, ast.BoolOp):
+            return self.drop_condition(parent, node)
+        if isinstance(parent, ast.BinOp):
+            return self.replace(parent, self.operand(parent.right if node is parent.left else parent.left))
+        raise ConfigError(f"`{self.get_text(node)}` is nothing that can be left out")
+
+    def drop_item(self, whole: ast.expr, item: Node) -> Edit:
+        """Leave out an argument of a call, or an element of a tuple, list or dict, with its comma."""
+        spans = self.item_spans(whole)
+        position = next(at for at, (start, end) in enumerate(spans) if start <= self.span(item)[0] < end)
+        start, end = spans[position]
+        if isinstance(whole, ast.Tuple) and len(spans) == 2:  # (x) would be x
+            kept = slice(*spans[1 - position])
+            return Edit(spans[0][0], spans[1][1], f"{self.text[kept]},")
+        if position > 0:  # with the comma before it
+            return Edit(spans[position - 1][1], end, "")
+        if len(spans) > 1:  # with the comma after it
+            return Edit(start, spans[1][0], "")
+        return Edit(start, end, "")
+
+    def item_spans(self, whole: ast.expr) -> list[tuple[int, int]]:
+        """Return the start and end offsets of the arguments or elements of an expression, sorted."""
+        if isinstance(whole, ast.Dict):
+            spans = []
+            for key, value in zip(whole.keys, whole.values):
+                start, end = self.span(value)
+                first = self.span(key)[0] if key else self.text.rindex("**", 0, start)
+                spans.append((first, end))
+            return spans
+        items = [*whole.args, *whole.keywords] if isinstance(whole, ast.Call) else whole.elts
+        return sorted(map(self.span, items))
+
+    def drop_condition(self, node: ast.BoolOp, condition: ast.expr) -> Edit:
+        """`a and b and c` without one of them."""
+        kept = [self.operand(value) for value in node.values if value is not condition]
+        joined = f" {'and' if isinstance(node.op, ast.And) else 'or'} ".join(kept)
+        return self.replace(node, f"({joined})" if len(kept) > 1 else joined)
+
+    def append_argument(self, call: ast.Call, new: str) -> Edit:
+        """Add an argument to a call, after all others."""
+        spans = self.item_spans(call)
+        if spans:
+            return Edit(spans[-1][1], spans[-1][1], f", {new}")
+        end = self.span(call)[1] - 1
+        return Edit(end, end, new)
 
     def replace_symbol(
         self, left: Node, right: Node, replacements: dict[str, tuple[str, ...]], symbol: str
@@ -124,6 +226,13 @@ class Source:
             return
         for new in replacements.get(symbol, ()):
             yield Edit(start + found.start(), start + found.end(), new)
+
+
+def dedent_rest(text: str, columns: int) -> str:
+    """Return the text of a node with its lines after the first moved left by this many columns."""
+    first, *rest = text.split("\n")
+    moved = [re.sub(rf"^ {{0,{columns}}}", "", line) for line in rest]
+    return "\n".join([first, *moved])
 
 
 def imported_names(tree: ast.Module) -> frozenset[str]:

@@ -1,18 +1,22 @@
-"""scripts.mutate --draw: each operator by hand, the draw is a function of the seed, and a mutant is judged
-by what the tests say.
+"""scripts.mutate: each operator and each kind of change by hand, every place of the tables is found, the draw
+is a function of the seed, and a mutant is judged by what the tests and verify say.
 """
 
+import ast
 import contextlib
 import re
 import time
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 from config import ConfigError
-from lab.proof.mutate import checkout, control, cover, draw, judge, report, table
+from lab.proof.mutate import checkout, command, control, cover, draw, judge, report, table
+from lab.proof.mutate.change import PlacedChange, read_source
 from lab.proof.mutate.command import main
+from lab.proof.mutate.mutant import make_mutant
 from lab.proof.mutate.operators import OPERATORS
 from lab.proof.mutate.source import Edit, Source
 from lab.proof.verify.cells import every_word
@@ -257,7 +261,7 @@ def measured(tmp_path_factory):
 def judged(measured, old: str, new: str) -> judge.Verdict:
     controls, known = measured
     at = BODY.index(old)
-    one = draw.make_mutant("model/toy.py", Source.parse(BODY), "by hand", Edit(at, at + len(old), new))
+    one = make_mutant("model/toy.py", Source.parse(BODY), "by hand", Edit(at, at + len(old), new))
     return judge.judge(one, controls, known, verify=False)
 
 
@@ -287,13 +291,6 @@ def test_the_tests_of_the_core_are_known():
     here = "tests/lab/proof/test_mutate.py::"
     assert f"{here}test_every_operator_has_a_test_by_hand" in core
     assert f"{here}test_the_core_is_asked_first" not in core  # it is marked slow
-
-
-def test_bugs_of_the_table_are_mutants_for_unit_tests():
-    for bug, mutant in zip(table.TABLE, table.mutants(table.TABLE)):
-        text = (ROOT / bug.file).read_text()
-        assert mutant.edit.apply_to(text) == text.replace(bug.old, bug.new) != text
-        assert mutant.operator == bug.what and mutant.file == bug.file
 
 
 @pytest.mark.slow
@@ -393,7 +390,7 @@ def test_verify_kills_by_a_verdict_alone(measured, tmp_path, monkeypatch, mutate
     monkeypatch.setattr(judge, "run_verify", lambda *_: SAYS[mutated])
     monkeypatch.setattr(judge, "verify_runs", lambda file: (control.VerifyRun("toy", 2, "dp2"),))
     edit = Edit(BODY.index(">= b"), BODY.index(">= b") + 4, "> b")
-    one = draw.make_mutant("model/toy.py", Source.parse(BODY), "by hand", edit)
+    one = make_mutant("model/toy.py", Source.parse(BODY), "by hand", edit)
     controls = control.Controls(base, tmp_path / "controls.json")
     if stage is None:
         with pytest.raises(ConfigError, match=r"^scripts\.verify toy --world 2 --only dp2"):
@@ -408,57 +405,193 @@ NO_VERDICT = ("died", "refused", "killed", "hung")  # a bug of the table is sile
 
 
 @pytest.mark.parametrize(
-    "said, found", [("right", False), ("wrong", True), *((said, None) for said in NO_VERDICT)]
+    "said, stage", [("right", ""), ("wrong", "verify"), *((said, None) for said in NO_VERDICT)]
 )
-def test_a_bug_of_the_table_is_caught_by_a_verdict_alone(monkeypatch, said, found):
-    monkeypatch.setattr(table, "plant", lambda *_: None)
-    monkeypatch.setattr(table, "run_command", lambda *_: SAYS[said])
-    if found is None:
-        with pytest.raises(ConfigError, match="no verdict of scripts.verify"):
-            table.caught(table.TABLE[0])
-    else:
-        assert table.caught(table.TABLE[0])[0] is found
+def test_a_bug_of_the_table_is_caught_by_a_verdict_alone(said, stage):
+    kill = table.read_result(SAYS[said])
+    assert kill.stage == (stage or "")
+    assert kill.by.startswith("no verdict of scripts.verify") == (stage is None)
 
 
-def test_a_copy_of_the_table_that_cannot_run_is_no_verdict(monkeypatch):
+@pytest.mark.parametrize(
+    "name, stage", [("AttributeError", ""), ("NameError", ""), ("RuntimeError", "verify")]
+)
+def test_a_copy_of_the_table_that_cannot_run_is_no_verdict(name, stage):
     """A name that is gone kills a rank of any program: it says nothing of what verify sees."""
-    monkeypatch.setattr(table, "plant", lambda *_: None)
-    died = control.CommandResult(
-        1, 1.0, "WRONG  dp2 zero1   died: {}: 'Bucket' ...\n0 of 1 layouts train like one process"
-    )
-    for name, is_verdict in (("AttributeError", False), ("NameError", False), ("RuntimeError", True)):
-        result = replace(died, output=died.output.format(name))
-        monkeypatch.setattr(table, "run_command", lambda *_, result=result: result)
-        if is_verdict:
-            assert table.caught(table.TABLE[0])[0]
-        else:
-            with pytest.raises(ConfigError, match="the copy cannot run: WRONG dp2 zero1 died: " + name):
-                table.caught(table.TABLE[0])
+    output = f"WRONG  dp2 zero1   died: {name}: 'Bucket' ...\n0 of 1 layouts train like one process"
+    kill = table.read_result(control.CommandResult(1, 1.0, output))
+    assert kill.stage == stage
+    assert ("the copy cannot run: WRONG dp2 zero1 died" in kill.by) == (not stage)
 
 
-def test_the_table_goes_on_after_a_bug_without_a_verdict(monkeypatch, capsys):
-    bugs = table.TABLE[:3]
-    monkeypatch.setattr(table, "TABLE", bugs)
+def test_a_bug_meets_its_own_run_of_verify_in_a_copy_that_has_it(measured, monkeypatch):
+    run = control.VerifyRun("toy", 2, "dp2 mb1", 2, True, ("--train.seed", "3"))
+    mutant = make_mutant("model/toy.py", Source.parse(BODY), "a fault", Edit(0, 3, "async def"), run)
+    seen = []
 
-    def caught(bug):
-        if bug is bugs[0]:
-            raise ConfigError("no verdict")
-        return True, "WRONG  dp2"
+    def run_command(command, cwd, limit_s, log):
+        seen.append((command[2:], (cwd / "model/toy.py").read_text()))
+        return SAYS["wrong"]
 
-    monkeypatch.setattr(table, "caught", caught)
-    assert table.run([], 8) == 1
+    monkeypatch.setattr(control, "run_command", run_command)
+    verdict = table.judge_by_verify(mutant, measured[0].base)
+    words = "scripts.verify toy --world 2 --layouts 2 --only dp2 mb1 --strict --train.seed 3"
+    assert seen == [(words.split(), "async " + BODY)]
+    assert (verdict.stage, verdict.operator, verdict.by.split()[0]) == ("verify", "a fault", "WRONG")
+
+
+def test_the_table_goes_on_after_a_bug_without_a_verdict(monkeypatch, capsys, tmp_path):
+    bugs = table.read_table()[:3]
+    monkeypatch.setattr(table, "read_table", lambda: bugs)
+    monkeypatch.setattr(command, "copy_checkout", lambda root: contextlib.nullcontext(tmp_path))
+
+    def judge_by_verify(mutant, base):
+        is_first = mutant.operator == bugs[0].fault
+        kill = judge.Kill("", "no verdict", False) if is_first else judge.Kill("verify", "WRONG", False)
+        return judge.make_verdict(mutant, kill, time.perf_counter())
+
+    monkeypatch.setattr(table, "judge_by_verify", judge_by_verify)
+    verdicts = str(tmp_path / "verdicts.jsonl")
+    assert main(["--resume", verdicts]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"NO VERDICT {bugs[0].what}"
+    assert f"MISSED {bugs[0].fault}: no verdict" in lines
     assert lines[-1].startswith("2 of 3 planted bugs caught")
-    assert [table.run([], 8, f"{part}/3") for part in (1, 2, 3)] == [1, 0, 0]
+    assert [main(["--part", f"{part}/3"]) for part in (1, 2, 3)] == [1, 0, 0]
+    monkeypatch.setattr(table, "judge_by_verify", None)  # --resume knows all three
+    assert main(["--resume", verdicts]) == 1
 
 
 def test_words_of_layouts_are_words_that_verify_has():
     """Of the proofs of stage 2 and of the table: a word that went out of use would find no layout."""
-    layouts = [p.words for _, of in judge.VERIFY_RUNS for p in of]
-    layouts += [m.layout for m in table.TABLE if m.layout != table.INITIAL_WEIGHTS]
-    for word in {w.removeprefix("no-") for text in layouts for w in text.split()}:
+    runs = [run for _, of in judge.VERIFY_RUNS for run in of] + [bug.run for bug in table.read_table()]
+    for word in {word.removeprefix("no-") for run in runs for word in run.words.split()}:
         assert word in every_word(8), word
+
+
+# ---- changes of a place ------------------------------------------------------------------------------------
+
+TOY = """
+class Bucket:
+    def owners(self, ranks, group=None):  # of the bucket
+        total = sum_over(self.full,
+                         self.group, is_partial=True)
+        if total is None and not ranks:
+            return 0
+        elif total:
+            clear()
+        for rank in ranks:
+            self.send(rank, self.full)
+        total = total + 1
+        return (("a", total), ("b", {"x": 1, **ranks}))
+
+def owners():
+    return self.full
+"""
+CHANGES = [  # kinds, what stands in TOY, what stands there then
+    ({"replace": {"self.group": "self.world"}}, "self.group, is", "self.world, is"),
+    ({"replace": {"is_partial=_": "it and ranks"}}, "is_partial=True", "is_partial=True and ranks"),
+    ({"replace": {"sum_over(_, ...)": "it * 2"}}, "sum_over(self.full", "sum_over(self.full * 2"),
+    ({"replace": {"total + _": "-1 if ranks else it"}}, "total + 1", "total + (-1 if ranks else 1)"),
+    ({"replace": {"if _: return 0": "False"}}, "total is None and not ranks", "False"),
+    ({"replace": {"for rank in _: ...": "it[1:]"}}, "in ranks:", "in ranks[1:]:"),
+    ({"replace": {"clear()": "it; a = 1"}}, "clear()", "clear(); a = 1"),
+    (
+        {"replace": {"for rank in ranks: ...": "if ranks:\n    it"}},
+        "        for rank in ranks:\n    ",
+        "        if ranks:\n          for rank in ranks:\n      ",
+    ),
+    ({"replace": {"self.full": "None"}, "which": "2"}, "rank, self.full", "rank, None"),
+    ({"replace": {"self.full": "it[0]"}, "which": "all"}, "self.full", "self.full[0]"),
+    ({"drop": "self.send(...)"}, "self.send(rank, self.full)", "pass"),
+    ({"drop": "is_partial=..."}, ", is_partial=True", ""),
+    ({"drop": "self.group"}, "self.group, ", ""),
+    ({"drop": "not ranks"}, "total is None and not ranks", "total is None"),
+    ({"drop": "total + _"}, "total + 1", "total"),
+    ({"drop": '("a", ...)'}, '(("a", total), ("b", {"x": 1, **ranks}))', '(("b", {"x": 1, **ranks}),)'),
+    ({"drop": '{"x": _, **ranks}'}, '"x": 1, ', ""),
+    ({"append": {"self.send(...)": "wait=True"}}, "rank, self.full", "rank, self.full, wait=True"),
+    ({"append": {"clear()": "1"}}, "clear()", "clear(1)"),
+    (
+        {"swap": {"sum_over(_, ...)": "sum_over(self.full, _, ...)"}},
+        "self.full,\n                         self.group",
+        "self.group, self.full",
+    ),
+    ({"swap": {"clear()": "total = total + 1"}}, None, None),
+]
+
+
+@pytest.mark.parametrize("kinds, old, new", CHANGES, ids=[str(kinds) for kinds, *_ in CHANGES])
+def test_changes_by_hand(kinds, old, new):
+    """Whatever comments and line breaks the function has; another of the same name is left alone."""
+    edit = PlacedChange.from_entry({"place": "x.py Bucket.owners", **kinds}, ()).edit(Source.parse(TOY))
+    method, function = TOY.split("\ndef owners")
+    if old is None:
+        swapped = {"clear()": "total = total + 1", "total = total + 1": "clear()"}
+        wanted = re.sub(r"clear\(\)|total = total \+ 1", lambda found: swapped[found[0]], method)
+    else:
+        assert old in method
+        wanted = method.replace(old, new)
+    assert ast.dump(ast.parse(edit.apply_to(TOY))) == ast.dump(ast.parse(f"{wanted}\ndef owners{function}"))
+
+
+@pytest.mark.parametrize(
+    "kinds, message",
+    [
+        ({"drop": "self.ful"}, "has no `self.ful`"),
+        ({"drop": "sum_over(self.full, self.group)"}, "has no `sum_over(self.full, self.group)`"),
+        ({"replace": {"self.full": "1"}}, "has 2 of `self.full`, in lines 4, 11; `which: N` or `which: all`"),
+        ({"replace": {"self.full": "1"}, "which": "3"}, "has only 2 of `self.full`, and not 3"),
+        ({"replace": {"a b": "1"}}, "`a b` is not one expression or statement"),
+        ({"replace": {"self.group": "a = 1"}}, "`a = 1` is no expression"),
+        ({"drop": "total is not None"}, "has no `total is not None`"),
+        ({"drop": "self.send"}, "`self.send` is nothing that can be left out"),
+    ],
+)
+def test_a_target_that_is_not_there_is_one_line(kinds, message):
+    change = PlacedChange.from_entry({"place": "x.py Bucket.owners", **kinds}, ())
+    with pytest.raises(ConfigError, match=f"^x.py Bucket.owners: {re.escape(message)}") as error:
+        change.edit(Source.parse(TOY))
+    assert "\n" not in str(error.value)
+
+
+def test_a_place_that_is_gone_is_named():
+    with pytest.raises(ConfigError, match=r"^x.py Bucket.owner: there is no such function or class"):
+        PlacedChange.from_entry({"place": "x.py Bucket.owner", "drop": "clear()"}, ()).edit(Source.parse(TOY))
+    with pytest.raises(ConfigError, match="^model/x.py: there is no such file"):
+        read_source(ROOT, "model/x.py")
+    for entry, message in (({}, "no change; one of"), ({"drops": "clear()"}, "unknown key drops")):
+        with pytest.raises(ConfigError, match=message):
+            PlacedChange.from_entry({"place": "x.py", **entry}, ())
+
+
+def broken_places(changes: list[PlacedChange]) -> list[str]:
+    """A line for each change whose place is gone, or that changes nothing or does not compile."""
+    parse = cache(read_source)
+    broken = []
+    for change in changes:
+        try:
+            source = parse(ROOT, change.file)
+            changed = change.edit(source).apply_to(source.text)
+            compile(changed, change.file, "exec")
+            if ast.dump(ast.parse(changed)) == ast.dump(source.tree):
+                broken.append(f"{change}: changes nothing")
+        except (ConfigError, SyntaxError) as error:
+            broken.append(f"{change.file} {change.within}: {error}")
+    return broken
+
+
+def test_every_place_of_the_table_is_found():
+    """One test of all bugs: of a table of tests, a commit would draw some."""
+    bugs = table.read_table()
+    assert len({bug.fault for bug in bugs}) == len(bugs)
+    assert not (broken := broken_places([bug.change for bug in bugs])), "\n".join(broken)
+
+
+def test_every_place_of_the_explanations_is_found():
+    explanations = report.read_explanations()
+    assert all(len(explanation.reason.split()) >= 4 for explanation in explanations)
+    changes = [explanation.change for explanation in explanations]
+    assert not (broken := broken_places(changes)), "\n".join(broken)
 
 
 def test_the_closing_table_and_the_file_of_verdicts(tmp_path):
@@ -472,22 +605,31 @@ def test_the_closing_table_and_the_file_of_verdicts(tmp_path):
     with open(file, "a") as out:
         out.write('{"file": "half a li')
     assert judge.read_verdicts(file) == [seen, alike, proved]
-    lines, enough = report.make_report([seen, alike, proved], {})
+    lines, enough = report.make_report([seen, alike, proved], ())
     assert not enough and lines[-1].startswith("2 of 3 mutants killed (66.7 %")
-    lines, _ = report.make_report([seen, alike, proved, verdict(4, "slow")], {})
+    lines, _ = report.make_report([seen, alike, proved, verdict(4, "slow")], ())
     assert lines[-2] == "the core kills 1 of the 2 that a test kills (50.0 %)"
     assert any(line.startswith("SURVIVED model/toy.py:2") for line in lines)
-    reasons = {("model/toy.py", "a >= b", "a > b"): "equal values"}
-    lines, enough = report.make_report([seen, alike, proved], reasons)
+    lines, enough = report.make_report([seen, alike, proved], {alike.key})
     assert enough and lines[-1].startswith("2 of 2 mutants killed (100.0 %")
     assert not any(line.startswith("SURVIVED") for line in lines)
 
 
-def test_explanations_are_complete():
-    root = Path(__file__).parents[3]
-    for (file, before, after), reason in report.read_explanations().items():
-        assert len(reason.split()) >= 4 and before != after, (file, before)
-        assert before in report.without_indentation((root / file).read_text()), (file, before)
+def test_a_survivor_is_explained_by_its_syntax_tree(tmp_path):
+    """However its lines are written, and wherever they stand today."""
+    toy(tmp_path, "\n\n" + BODY, "")
+    change = PlacedChange.from_entry({"place": "model/toy.py larger", "replace": {"a >= b": "a > b"}}, ())
+    verdict = partial(
+        judge.Verdict, "model/toy.py", 5, "relations", stage="", by="", hung=False, ran=1, seconds=1.0
+    )
+    before = "    return a if a >= b else b"
+    alike = verdict(before=before, after="    return a if (a > b) else b")
+    other = verdict(before=before, after="    return a if a < b else b")
+    gone = verdict(before="    return a", after="    return a if a > b else b")
+    killed = replace(alike, stage="core", line=6)
+    explanations = [report.Explanation(change, "equal values")]
+    explained = report.explained_mutants([alike, other, gone, killed], explanations, tmp_path)
+    assert explained == {alike.key}
 
 
 def test_the_cases_of_one_test_take_turns():
