@@ -1,4 +1,4 @@
-"""What a CUDA graph keeps of a step, on a CPU: the operations on the device, with the addresses of their
+"""A stand-in on a CPU for a CUDA graph of a step: the operations on the device, with the addresses of their
 tensors, and nothing that the host computed in between.
 
 A recording runs the step once and keeps every operation of torch and every launch of a kernel with its

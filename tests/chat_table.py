@@ -149,7 +149,7 @@ def tokenizer_folder(home, template):
 
 
 def our_text(home, record):
-    """What prepare_data --chat makes of a record. Raises BadConversation."""
+    """A record as prepare_data --chat makes it. Raises BadConversation."""
     return chat_format(load_tokenizer(home), FIXED_DATE).write(read_conversation(copy.deepcopy(record)))
 
 

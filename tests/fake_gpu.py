@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 
 class Stream:
-    """What was enqueued, in order: the works of exchanges. Nothing else takes time."""
+    """The works of exchanges, as they were enqueued. Nothing else takes time."""
 
     def __init__(self):
         self.works = []

@@ -1,4 +1,4 @@
-"""What each test of a commit ran: tests/footprints.xz, and the parts of a file that it speaks of.
+"""The code that each test of a commit ran, tests/footprints.xz, and the parts of a file that it speaks of.
 
 A footprint lists the functions that a test runs, in any process, and the other files that it opens
 (tests/footprints.py records them). Functions are identified by name, wherever they are in their file.
@@ -54,7 +54,7 @@ def functions_of(text: str) -> list[Function]:
     return functions
 
 
-def parts_of(file: str, text: str) -> dict[str, str]:
+def get_parts(file: str, text: str) -> dict[str, str]:
     """Return {name of a function, or REST: digest of its text}."""
     if not file.endswith(".py"):
         return {REST: digest_of(text)}

@@ -1,8 +1,8 @@
-"""What small runs gave when they were last looked at: losses and checksums of weights and moments.
+"""Small runs as they were when last looked at: losses and checksums of weights and moments.
 
     PYTHONPATH=.:tests python tests/golden.py
 
-writes tests/golden.json anew. Do it after a change that is meant to change numbers, and let the difference
+rewrites tests/golden.json. Do it after a change that is meant to change numbers, and let the difference
 show that it changes those alone: it is read line by line in a review.
 """
 
@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 
+import run_folder
 import torch
 from ranks import MODEL, corpus, job
 
@@ -34,7 +35,7 @@ LAYOUTS = {  # name: (ranks, words)
 
 
 def processor() -> str:
-    """What decides which kernels torch and its libraries take."""
+    """The processor, which decides which kernels torch and its libraries take."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     told = dict(re.split(r"\s*: ?", line, maxsplit=1) for line in lines if ":" in line)
@@ -57,8 +58,7 @@ def record(folder: pathlib.Path, data: str, name: str) -> dict:
     args = ["llama3-tiny", *RUN, *words, "--data.path", data, "--log.dir", str(folder), "--log.name", "run"]
     end = job(folder, world, args)
     assert end.codes == [0] * world, end.logs
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "loss" in row]
+    rows = run_folder.steps(folder / "run")
     (_, path), *_ = store.committed_checkpoints(folder / "run" / "checkpoints")
     pieces = store.read_index(path)["pieces"]
     checksums = {f"{piece['key']} at {list(piece['start'])}": piece["checksum"][-16:] for piece in pieces}

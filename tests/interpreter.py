@@ -16,9 +16,7 @@ import triton.runtime.interpreter as interpreter
 
 Builder, Handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 TORCH = {
-    tl.bfloat16: torch.bfloat16,
-    tl.float8e4nv: torch.float8_e4m3fn,
-    tl.float8e5: torch.float8_e5m2,
+    tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
 }  # no numpy dtype
 BITS = {torch.bfloat16: np.uint16, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.uint8}
 
@@ -102,7 +100,7 @@ def patch():
 
 
 def once():
-    """The language is patched for good: the interpreter did it anew for every call of every helper, most of a
+    """The language is patched for good: the interpreter patched it for every call of every helper, most of a
     kernel's time.
     """
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))

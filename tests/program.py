@@ -2,7 +2,6 @@
 way."""
 
 import contextlib
-import json
 import os
 import pathlib
 from collections import Counter
@@ -43,19 +42,13 @@ def trained(world: World, cfg: config.Config, folder: str, observe) -> int:
         return train.train(cfg, env, world, folder, observe=observe)
 
 
-def rows(folder) -> list[dict]:
-    """The steps of metrics.jsonl."""
-    lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
-
-
 class Enough(Exception):
     """Ends a run from its watch."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank did and held. Everything but the values is of step WARM.
+    """One rank: its groups, ops, exchanges and memory. Everything but the values is of step WARM.
 
     groups: {axis: ranks}; ops: {microbatches of a step: the ops of this rank, in order}; layers: {stage:
     its blocks}; buckets: how many; wire: {(group, verb): (calls, bytes)}; peers: {global rank: bytes that
@@ -77,28 +70,18 @@ class Seen:
 
 def stores(tensors) -> int:
     """Bytes of the storages of these tensors, each counted once."""
-    return sum(
-        {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None
-        }.values()
-    )
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def held(run) -> dict[str, int]:
     """Bytes of a rank's state between two steps."""
     away = [b for b in run.buckets if b.sharding.offload_master]
     moments = [flat for flats in run.optim.state().values() for flat in flats]
+    weights = [b.weights for b in run.buckets]
     return {
-        "weights": stores(
-            [b.weights.local if b.weights.full is None else b.weights.full for b in run.buckets]
-        ),
-        "masters": stores(
-            [
-                b.weights.master
-                for b in run.buckets
-                if b.weights.master.data_ptr() != b.weights.local.data_ptr()
-            ]
-        ),
+        "weights": stores([w.local if w.full is None else w.full for w in weights]),
+        "masters": stores([w.master for w in weights if w.master.data_ptr() != w.local.data_ptr()]),
         "gradients": stores([x for b in run.buckets for x in (b.grads.local, b.grads.full)]),
         "moments": stores(moments),
         "host": stores([b.weights.master for b in away] + (moments if away else [])),
@@ -111,9 +94,7 @@ def look(world: World, cfg: config.Config, folder: str) -> Seen:
     exchange = comm.start_transfers
 
     def pack(x):
-        storages[x.untyped_storage().data_ptr()] = (
-            x.untyped_storage()
-        )  # held, so that no address is used twice
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held: no address is used twice
         return x
 
     def spied(sends, receives, group):
@@ -139,11 +120,10 @@ def look(world: World, cfg: config.Config, folder: str) -> Seen:
                 }
                 seen["kept"] = sum(s.nbytes() for s in storages.values())
                 seen["state"], seen["peers"] = held(seen["run"]), dict(peers)
+                seen["run"].data.close()
+                raise Enough
         elif point == "eval.end":
             values.append(what["loss"])
-        elif point == "step.logged" and step == WARM:
-            seen["run"].data.close()
-            raise Enough
 
     comm.start_transfers = spied
     try:

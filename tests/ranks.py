@@ -23,33 +23,10 @@ from data.indexed import IndexedDatasetWriter
 from runtime.failure import fail_cleanly
 
 SIZES = (
-    "--model.layers",
-    "2",
-    "--model.hidden",
-    "32",
-    "--model.mixer.heads",
-    "4",
-    "--model.mlp.width",
-    "48",
-    "--train.seq_len",
-    "16",
-    "--train.micro_batch",
-    "1",
-    "--train.global_batch",
-    "4",
-    "--train.threads",
-    "1",
-    "--eval.every",
-    "none",
-    "--eval.batches",
-    "1",
-    "--eval.sample",
-    "0",
-    "--log.every",
-    "1",
-    "--optim.warmup",
-    "2",
-)
+    "--model.layers 2 --model.hidden 32 --model.mixer.heads 4 --model.mlp.width 48 --train.seq_len 16 "
+    "--train.micro_batch 1 --train.global_batch 4 --train.threads 1 --eval.every none --eval.batches 1 "
+    "--eval.sample 0 --log.every 1 --optim.warmup 2"
+).split()
 MODEL = (*SIZES, "--model.mixer.kv_heads", "2")
 
 
@@ -124,11 +101,7 @@ def job(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return End(
-        [codes.get(r, 999) for r in range(world)],
-        [log.read_text() for log in logs],
-        seconds,
-    )
+    return End([codes.get(r, 999) for r in range(world)], [log.read_text() for log in logs], seconds)
 
 
 def keep_store() -> tuple[int, int]:
@@ -155,14 +128,8 @@ def child(
     code = 99
     try:
         os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            FAULT=fault,
+            RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", FAULT=fault,
         )
         out = os.open(home / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)

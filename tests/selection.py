@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from footprint_file import REST, Footprints, parts_of
+from footprint_file import REST, Footprints, get_parts
 from footprints import NO_TEXT
 
 from config.parts import parse_part
@@ -90,7 +90,7 @@ def with_siblings(known: Footprints, names: Iterable[str]) -> Footprints:
     return replace(known, tests=tests)
 
 
-def seconds_of(name: str, known: Footprints) -> float:
+def time_call(name: str, known: Footprints) -> float:
     return known.tests[name][0] if name in known.tests else UNKNOWN_S
 
 
@@ -98,7 +98,7 @@ def lengths_of(names: Iterable[str], known: Footprints) -> dict[str, float]:
     """{file: seconds of these tests of it}"""
     lengths: dict[str, float] = defaultdict(float)
     for name in names:
-        lengths[name.partition("::")[0]] += seconds_of(name, known)
+        lengths[name.partition("::")[0]] += time_call(name, known)
     return lengths
 
 
@@ -135,8 +135,8 @@ def changed_parts(old: Mapping[str, str], new: Mapping[str, str]) -> set[tuple[s
     for file in old.keys() | new.keys():
         if old.get(file) == new.get(file):
             continue
-        before = parts_of(file, old[file]) if file in old else {}
-        after = parts_of(file, new[file]) if file in new else {}
+        before = get_parts(file, old[file]) if file in old else {}
+        after = get_parts(file, new[file]) if file in new else {}
         for name in before.keys() | after.keys():
             if before.get(name) != after.get(name):
                 changed.add((file, name))
@@ -179,13 +179,13 @@ def tests_of_changes(
     """{changed part: the tests that run it, the cheapest first}. A test that is not known counts for
     ("", "new"); what stands outside of functions counts for all that run a function of its file.
     """
-    columns_of: dict[tuple[str, str], int] = defaultdict(int)
+    display_width: dict[tuple[str, str], int] = defaultdict(int)
     for at, (file, function) in enumerate(known.columns):
-        columns_of[file, function] |= 1 << at
-        columns_of[file, REST] |= 1 << at
+        display_width[file, function] |= 1 << at
+        display_width[file, REST] |= 1 << at
     runs: dict[tuple[str, str], list[str]] = {}
     unknown = []
-    masks = {part: columns_of.get(part, 0) for part in changed}
+    masks = {part: display_width.get(part, 0) for part in changed}
     if any(EVERY_TEST_READS.fullmatch(file) and function == REST for file, function in changed):
         masks["", "every test"] = -1
     for name in names:
@@ -219,7 +219,7 @@ def that_fit(names: Sequence[str], minutes: float | None, known: Footprints) -> 
         return list(names)
     chosen, left = [], 60 * minutes * PROCESSES
     for name in names:
-        seconds = seconds_of(name, known)
+        seconds = time_call(name, known)
         if seconds <= left:
             chosen.append(name)
             left -= seconds

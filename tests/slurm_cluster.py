@@ -150,11 +150,7 @@ class Cluster:
         assert path is not None
         with open(self.folder / f"{key or program}.out", "ab") as out:
             self.daemons[key or program] = subprocess.Popen(
-                [path, *arguments],
-                env=self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+                [path, *arguments], env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )
 
@@ -218,7 +214,7 @@ class Cluster:
         return dict(line.split() for line in shown.splitlines())
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol shows of a job."""
+        """The fields that scontrol shows of a job."""
         shown = self.run("scontrol", "--oneliner", "show", "job", number)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 

@@ -75,26 +75,26 @@ def test_a_run_takes_the_best_layout_of_scripts_plan_and_keeps_it(words, tmp_pat
     end = run(tmp_path, 2, words, *AUTO, "--train.steps", "6", before=refuse_search)
     assert end.codes == [0, 0], end.logs
     assert ", as this run has begun on 2 ranks of h100-ib, forecast " in header(end.logs[0])[0]
-    assert saved(tmp_path).parallel == cfg.parallel and "resumed with another parallel" not in end.logs[0]
+    assert saved(tmp_path).parallel == cfg.parallel and "resumed with a different parallel" not in end.logs[0]
 
     # keys that are stated now stay, and only they are asked for
     end = run(tmp_path, 2, words, *AUTO, "--train.steps", "8", "--parallel.tp", "2")
     assert end.codes == [0, 0], end.logs
     assert saved(tmp_path).parallel.tp == 2 and header(end.logs[0])[0].startswith("auto     tp2 ")
 
-    # another number of ranks: refused, with a command that goes on
+    # another number of ranks: refused, with a command that continues
     end = run(tmp_path, 1, words, *AUTO, "--train.steps", "10")
     assert end.codes == [2], end.logs
     (error,) = end.errors()
     said = "error: parallel.auto: this run has the best layout for 2 ranks, and there is 1: start 2, or "
     assert error.startswith(said)
-    way_out = error.rpartition(" with ")[2].split()
-    end = run(tmp_path, 1, words, *AUTO, "--train.steps", "10", *way_out)
+    fix_hint = error.rpartition(" with ")[2].split()
+    end = run(tmp_path, 1, words, *AUTO, "--train.steps", "10", *fix_hint)
     assert end.codes == [0], end.logs
     assert saved(tmp_path).parallel.auto is None
 
 
-def test_stated_keys_stay(words, tmp_path):
+def test_keys_that_are_stated_are_not_chosen(words, tmp_path):
     stated = ("--parallel.pp", "2", "--train.micro_batch", "1", "--parallel.recompute", "full")
     end = run(tmp_path, 2, words, *AUTO, *stated)
     assert end.codes == [0, 0], end.logs
@@ -109,7 +109,7 @@ def test_without_the_key_nothing_of_it_is_loaded(words, tmp_path):
 
 
 def test_the_same_command_finds_its_finished_run(words, tmp_path):
-    """Its layout is no difference between settings: no folder of its own."""
+    """The chosen layout does not count as another setting, so there is one folder."""
     command = [*words, *AUTO, "--log.dir", str(tmp_path)]
     for said in ("done in", "already finished"):
         end = job(tmp_path, 2, command)
@@ -120,9 +120,9 @@ def test_the_same_command_finds_its_finished_run(words, tmp_path):
 def test_a_card_decides_the_memory_and_must_be_of_the_cluster(words):
     cfg = resolve(words[0], None, [*words[1:], *AUTO])
     card = elastic.RankDevice("NVIDIA H100 NVL", 93.1 * 2**30)
-    assert auto.machine_of(cfg, card) == dataclasses.replace(cluster("h100-ib"), memory=card.memory)
+    assert auto.get_machine(cfg, card) == dataclasses.replace(cluster("h100-ib"), memory=card.memory)
     with pytest.raises(config.ConfigError, match="h100-ib has GPUs named h100, and this machine a"):
-        auto.machine_of(cfg, elastic.RankDevice("NVIDIA A100-SXM4-80GB", 79.1 * 2**30))
+        auto.get_machine(cfg, elastic.RankDevice("NVIDIA A100-SXM4-80GB", 79.1 * 2**30))
 
 
 @pytest.mark.slow
@@ -152,33 +152,22 @@ def test_of_several_phases_the_longest_decides(words, tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, says",
     [
-        (
-            ["--parallel.auto", "h101-ib"],
-            "parallel.auto: no such cluster 'h101-ib'; configs/clusters.yaml has v100-ib",
-        ),
-        (
-            ["--parallel.auto", "v100-ib", "--train.dtype", "bf16"],
-            "train.dtype: configs/clusters.yaml has no bf16 for v100-ib; it has ",
-        ),
-        (
-            [*AUTO, "--parallel.elastic", "true"],
-            "parallel.auto: takes a layout for one number of ranks, and parallel.elastic one for each",
-        ),
-        (
-            [*AUTO, "--train.phases", STATES_TP],
-            "parallel.auto: takes one layout for the whole run, and phase 2 states parallel.tp",
-        ),
-        (  # a later phase has fewer sequences than any of these layouts needs
-            [*AUTO, "--parallel.pp", "1", "--parallel.tp", "1", "--train.phases", ONE_SEQUENCE],
-            "parallel.auto: none of the ",
-        ),
-        (
-            [*AUTO, "--parallel.tp", "2", "--parallel.pp", "2"],
-            "parallel.auto: no layout of this run on 2 GPUs of 79 GiB fits (0 are too large, ",
-        ),
+        (["--parallel.auto", "h101-ib"],
+         "parallel.auto: no such cluster 'h101-ib'; configs/clusters.yaml has v100-ib"),
+        (["--parallel.auto", "v100-ib", "--train.dtype", "bf16"],
+         "train.dtype: configs/clusters.yaml has no bf16 for v100-ib; it has "),
+        ([*AUTO, "--parallel.elastic", "true"],
+         "parallel.auto: takes a layout for one number of ranks, and parallel.elastic one for each"),
+        ([*AUTO, "--train.phases", STATES_TP],
+         "parallel.auto: takes one layout for the whole run, and phase 2 states parallel.tp"),
+        # a later phase has fewer sequences than any of these layouts needs
+        ([*AUTO, "--parallel.pp", "1", "--parallel.tp", "1", "--train.phases", ONE_SEQUENCE],
+         "parallel.auto: none of the "),
+        ([*AUTO, "--parallel.tp", "2", "--parallel.pp", "2"],
+         "parallel.auto: no layout of this run on 2 GPUs of 79 GiB fits (0 are too large, "),
     ],
 )
-def test_refusals(words, tmp_path, more, says):
+def test_a_layout_that_cannot_be_chosen_is_refused_before_the_folder_is_made(words, tmp_path, more, says):
     end = run(tmp_path, 2, words, *more)
     assert end.codes[0] == 2 and not end.logs[1], end.logs
     assert len(end.errors()) == 1 and end.errors()[0].startswith("error: " + says), end.errors()

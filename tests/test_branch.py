@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+import run_folder
 from ranks import corpus
 from test_resume import ARGS, run, story, weights
 
@@ -12,7 +13,7 @@ import config
 from checkpoint import branch
 from checkpoint.disk import folder, store
 from config import ConfigError
-from config.reading import from_tree, phases_of
+from config.reading import from_tree, get_phases
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +33,7 @@ def branched(home, name: str, *argv: str, at: str = "@6", fault: str = "") -> in
 
 
 def steps(folder) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss" in row]
+    return run_folder.steps(folder)
 
 
 @pytest.mark.slow
@@ -46,14 +46,14 @@ def test_a_branch_that_changes_nothing_is_its_source(home):
         for key in ("loss", "grad_norm", "lr", "tokens"):
             assert row[key] == expected[key]
     assert weights(home / "same") == weights(home / "source")
-    summary = json.loads((home / "same" / "summary.json").read_text())
+    summary = run_folder.summary(home / "same")
     assert summary["branch"] == f"{home / 'source'}@6"
     meta = store.read_meta(store.newest_checkpoint(home / "same" / "checkpoints", []))
     assert meta["config"]["checkpoint"]["branch"] == f"{home / 'source'}@6"
 
 
 @pytest.mark.slow
-def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home):
+def test_a_killed_branch_with_other_data_and_rates_continues(home):
     b = str(home / "b" / "text")
     data = ("--data.path", f"0.5 {b} 0.5 {home / 'a' / 'text'}", "--train.seq_len", "32")
     words = (*data, "--optim.decay", "linear", "--optim.lr", "1e-4", "--train.steps", "12")
@@ -66,7 +66,7 @@ def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home):
     assert [row["tokens"] for row in whole] == [6 * 64 + 128 * n for n in range(1, 7)]
     assert [row["lr"] for row in whole] == pytest.approx([1e-5 + 9e-5 * (6 - n) / 6 for n in range(1, 7)])
     cfg = from_tree(config.read_yaml(home / "whole" / "config.yaml"))
-    assert [phase.steps_before for phase in phases_of(cfg).all] == [0, 6]
+    assert [phase.steps_before for phase in get_phases(cfg).all] == [0, 6]
     again = run(home, "whole", extra=("--config", str(home / "whole" / "config.yaml")), args=())
     assert again == 0 and "already at step 12 of 12" in (home / "whole.log").read_text()
 
@@ -78,17 +78,17 @@ def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home):
         (("--model.hidden", "64"), "@6", "model.hidden: "),
         (("--train.seed", "5"), "@6", "train.seed: "),
         (("--optim.name", "lion"), "@6", "optim.name: "),
-        ((), "@7", "has no checkpoint of step 7; it has 3, 6, 9"),
+        ((), "@7", "has no checkpoint at step 7; it has 3, 6, 9"),
         ((), "@x", "is not RUN or RUN@STEP"),
         ((), "", "already at step 9 of 9"),
         (("--checkpoint.init_from", "x"), "@6", "checkpoint.branch: says what the run begins with"),
         (("--train.seq_len", "24"), "@6", ""),
     ],
 )
-def test_what_is_refused(home, words, at, line):
+def test_a_branch_that_cannot_be_is_refused_by_its_key(home, words, at, line):
     code = branched(home, "refused", *words, at=at)
     told = (home / "refused.log").read_text().splitlines()[-1]
-    if not line:  # a longer length that is no multiple begins a new epoch
+    if not line:  # a longer length that the old one does not divide begins a new epoch
         assert code == 0, told
         return
     assert code == 2 and told.startswith("error: ") and line in told, told
@@ -110,10 +110,10 @@ def test_a_source_that_says_it_is_huge_is_refused_before_memory_is_taken(home):
 
     assert run(home, "of-huge", extra=("--checkpoint.branch", f"{home / 'huge'}@6"), args=()) == 2
     told = (home / "of-huge.log").read_text().splitlines()[-1]
-    assert "step_00000006: the config says" in told and "the two are not of one model" in told, told
+    assert "step_00000006: the config says" in told and "they belong to different models" in told, told
 
 
-def test_a_recipe_beside_it(home):
+def test_a_branch_takes_no_recipe(home):
     with pytest.raises(ConfigError, match="leave the recipe out"):
         branch.resolve("llama3-tiny", None, ["--checkpoint.branch", str(home / "source")])
 
@@ -121,9 +121,9 @@ def test_a_recipe_beside_it(home):
 def test_a_run_that_has_begun_does_not_begin_at_another_checkpoint(home):
     """It went on from its own without a line, and said afterwards that it had begun at the other."""
     data = ("--data.path", str(home / "a" / "text"), "--data.tokenizer", "bytes")
-    weights_of = ("--checkpoint.init_from", str(home / "source"), *data)
+    compute_weights = ("--checkpoint.init_from", str(home / "source"), *data)
     assert branched(home, "begun", "--train.steps", "8") == 0, (home / "begun.log").read_text()
-    tuned = run(home, "tuned", extra=(*weights_of, "--train.steps", "3"))
+    tuned = run(home, "tuned", extra=(*compute_weights, "--train.steps", "3"))
     assert tuned == 0, (home / "tuned.log").read_text()
     for name, key, value, words, args in (
         ("begun", "checkpoint.branch", f"{home / 'source'}@3", ("--train.steps", "9"), ()),
@@ -133,7 +133,7 @@ def test_a_run_that_has_begun_does_not_begin_at_another_checkpoint(home):
         kept = (home / name / "config.yaml").read_bytes()
         assert run(home, name, extra=(f"--{key}", value, *words), args=args) == 2
         *_, line = (home / f"{name}.log").read_text().splitlines()
-        assert line.startswith(f"error: {key}: the run goes on from ") and "it began with" in line, line
+        assert line.startswith(f"error: {key}: the run continues from ") and "which began with" in line, line
         assert (home / name / "config.yaml").read_bytes() == kept
 
 
@@ -155,7 +155,7 @@ def test_an_older_checkpoint_of_its_own_is_not_passed_over_in_silence(home, monk
     words = (*data, "--checkpoint.keep_every", "3", "--train.steps")
     assert run(home, "back", extra=(*words, "12", "--checkpoint.resume", str(own / "step_00000003"))) == 2
     *_, line = (home / "back.log").read_text().splitlines()
-    assert line.startswith("error: checkpoint.resume: the run goes on from ") and "step_00000009" in line
+    assert line.startswith("error: checkpoint.resume: the run continues from ") and "step_00000009" in line
     monkeypatch.chdir(home)
     for last, named in (("12", "back/checkpoints/step_00000009"), ("13", str(home / "back"))):
         again = run(home, "back", extra=(*words, last, "--checkpoint.resume", named))
@@ -163,7 +163,7 @@ def test_an_older_checkpoint_of_its_own_is_not_passed_over_in_silence(home, monk
     assert [row["step"] for row in steps(home / "back")] == [*range(1, 14)]
 
 
-def test_a_branch_without_a_step_goes_on_where_it_has_begun(home):
+def test_a_branch_without_a_step_continues_where_it_has_begun(home):
     """Whatever its source has saved since."""
     source = home / "moving"
     shutil.copytree(home / "source", source)

@@ -2,30 +2,17 @@
 several stages on a rank.
 """
 
-import json
 import math
 
 import pytest
+import run_folder
 from ranks import corpus, job
 
 # the tiny twin as it is but for its length, its data and its console
 ARGS = (
-    "llama3-tiny",
-    "--train.steps",
-    "4",
-    "--data.doc_mask",
-    "true",
-    "--train.micro_batch",
-    "1",
-    "--train.threads",
-    "1",
-    "--train.seq_len",
-    "24",
-    "--eval.batches",
-    "1",
-    "--checkpoint.every",
-    "none",
-)
+    "llama3-tiny --train.steps 4 --data.doc_mask true --train.micro_batch 1 --train.threads 1 "
+    "--train.seq_len 24 --eval.batches 1 --checkpoint.every none"
+).split()
 SEVERAL = (
     ("--parallel.pp", "2", "--parallel.schedule", "zb-v"),
     ("--parallel.pp", "2", "--parallel.schedule", "dualpipe-v"),
@@ -35,7 +22,7 @@ ROUNDING = 2e-5  # of losses in fp32: 4 layers and 4 steps apart, some hundred r
 
 
 def story(folder) -> dict[tuple[int, str], float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = run_folder.rows(folder)
     return {
         (row["step"], key): row[key]
         for row in rows

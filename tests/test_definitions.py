@@ -4,7 +4,6 @@ real files."""
 
 import hashlib
 import itertools
-import json
 import math
 import threading
 import time
@@ -12,10 +11,10 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import run_folder
 import torch
 from dense_mask import visible_keys
-from program import Enough, corpus, rows, settings, trained
-from ranks import MODEL, job
+from program import Enough, corpus, settings, trained
 from torch.nn.functional import cross_entropy
 
 from build import build_run
@@ -32,7 +31,7 @@ from parallel.rng import DropoutRng, dropout
 from parallel.sharding import spec
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import INIT_BLOCK, ParameterSpec, draw_normal, initialize
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 
@@ -74,10 +73,8 @@ def test_learning_rate_at_every_step(shape, low):
     down."""
     o = OptimConfig(lr=PEAK, min_lr=low, warmup=20, decay=shape, decay_fraction=0.3)
     for steps, warm in ((200, 20), (1000, 20), (199, 19), (150, 15), (19, 1), (10, 1), (9, 0), (1, 0)):
-        want = [
-            rate_by_hand(shape, step, steps, warm, PEAK / 10 if low is None else low)
-            for step in range(1, steps + 1)
-        ]
+        least = PEAK / 10 if low is None else low
+        want = [rate_by_hand(shape, step, steps, warm, least) for step in range(1, steps + 1)]
         found = [learning_rate(o, step, steps) for step in range(1, steps + 1)]
         assert found == pytest.approx(want, rel=1e-12, abs=1e-18), (steps, warm)
         assert max(found) <= PEAK * (1 + 1e-15)
@@ -90,43 +87,12 @@ def test_learning_rate_at_its_corners(shape):
     assert at[1] == PEAK / 20 and at[20] == PEAK and at[19] < PEAK
     assert (at[21] < PEAK) == (shape in ("cosine", "linear"))  # the first step after the warm-up
     assert at[1000] == (PEAK if shape == "constant" else LOW)
-    assert (
-        learning_rate(replace(o, decay_fraction=1.0), 20, 1000) == PEAK
-    )  # a decay never begins within the warm-up
+    # a decay never begins within the warm-up
+    assert learning_rate(replace(o, decay_fraction=1.0), 20, 1000) == PEAK
     assert (at[700] == PEAK) == (shape in ("wsd", "constant")) and (at[701] == PEAK) == (shape == "constant")
     assert all(a >= b for a, b in itertools.pairwise(at[20:]))
     no_warmup = replace(o, warmup=0)
     assert learning_rate(no_warmup, 1, 1000) == pytest.approx(rate_by_hand(shape, 1, 1000, 0, LOW), rel=1e-12)
-
-
-@pytest.mark.slow
-def test_learning_rate_of_a_run(home, prefix):
-    """What metrics.jsonl tells, of a run of train.py."""
-    args = [
-        "llama3-tiny",
-        *MODEL,
-        "--data.path",
-        prefix,
-        "--train.steps",
-        "20",
-        "--log.dir",
-        str(home),
-        "--log.name",
-        "rate",
-        "--optim.lr",
-        str(PEAK),
-        "--optim.min_lr",
-        str(LOW),
-        "--optim.decay",
-        "wsd",
-        "--optim.decay_fraction",
-        "0.3",
-    ]
-    end = job(home / "rate-logs", 1, args)
-    assert end.codes == [0], end.logs
-    assert [row["lr"] for row in rows(home / "rate")] == pytest.approx(
-        [rate_by_hand("wsd", s, 20, 2, LOW) for s in range(1, 21)], rel=1e-12
-    )
 
 
 def moved(cfg, folder) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -141,10 +107,8 @@ def moved(cfg, folder) -> tuple[torch.Tensor, torch.Tensor, float]:
             seen["grads"] = [b.grads.local.clone() for b in seen["buckets"]]
         elif point == "step.end":
             seen["data"].close()
-            seen["after"], seen["norm"] = (
-                [b.weights.master.clone() for b in seen["buckets"]],
-                float(what["norm"]),
-            )
+            seen["after"] = [b.weights.master.clone() for b in seen["buckets"]]
+            seen["norm"] = float(what["norm"])
             raise Enough
 
     with pytest.raises(Enough):
@@ -157,29 +121,25 @@ def test_sgd_moves_by_the_rate_times_the_clipped_gradient(home, prefix):
     """Below the limit the gradient's bits are the gradient's; above it, its norm is the limit. One step at
     the peak rate."""
     plain = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.5, "warmup": 0, "decay": "constant"}
-    runs = [
+    (grads, free, norm), (_, loose, _), (same, tight, told) = (
         moved(settings(prefix, optim={**plain, "clip": clip}), home / f"clip-{clip}")
         for clip in (None, 100.0, 0.25)
-    ]
-    (grads, free, norm), (_, loose, _), (same, tight, told) = runs
-    assert (
-        torch.equal(grads, same)
-        and norm == told == pytest.approx(float(grads.double().norm()), rel=1e-12)
-        and 0.25 < norm < 100
     )
+    assert torch.equal(grads, same)
+    assert norm == told == pytest.approx(float(grads.double().norm()), rel=1e-12)
+    assert 0.25 < norm < 100
     assert torch.equal(loose, free) and torch.allclose(free, -0.5 * grads, rtol=1e-9, atol=1e-15)
     assert float(tight.norm()) == pytest.approx(0.5 * 0.25, rel=1e-5)
     assert torch.allclose(tight, -0.5 * grads * 0.25 / norm, rtol=1e-5, atol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_clip_factor(dtype):
+def test_clipping_scales_a_norm_above_the_limit_to_it(dtype):
     for norm in (0.0, 1e-30, 0.3, 0.999):
         assert float(clip_factor(torch.tensor(norm, dtype=dtype), 1.0)) == 1.0
     for norm in (1.5, 7.0, 1e20):
-        assert float(clip_factor(torch.tensor(norm, dtype=dtype), 1.25)) * norm == pytest.approx(
-            1.25, rel=2e-6
-        )
+        clipped = float(clip_factor(torch.tensor(norm, dtype=dtype), 1.25)) * norm
+        assert clipped == pytest.approx(1.25, rel=2e-6)
     assert float(clip_factor(torch.tensor(7.0, dtype=dtype), None)) == 1.0
 
 
@@ -187,39 +147,14 @@ def test_clip_factor(dtype):
 
 STD = 0.037
 FAMILIES = (
-    "gpt2-tiny",
-    "llama3.2-tiny",
-    "qwen3-tiny",
-    "qwen2.5-tiny",
-    "qwen2-moe-tiny",
-    "dots1-tiny",
-    "deepseek-v2-lite-tiny",
-    "deepseek-v3-tiny",
+    "gpt2-tiny", "llama3.2-tiny", "qwen3-tiny", "qwen2.5-tiny", "qwen2-moe-tiny", "dots1-tiny",
+    "deepseek-v2-lite-tiny", "deepseek-v3-tiny",
 )
 LARGE = (
-    "--model.layers",
-    "2",
-    "--model.hidden",
-    "64",
-    "--model.mlp.width",
-    "96",
-    "--model.vocab",
-    "300",
-    "--model.context",
-    "32",
-    "--model.init_std",
-    str(STD),
-    "--train.seq_len",
-    "16",
-    "--train.micro_batch",
-    "1",
-    "--train.global_batch",
-    "4",
-    "--train.steps",
-    "2",
-    "--train.dtype",
-    "fp64",
-)
+    f"--model.layers 2 --model.hidden 64 --model.mlp.width 96 --model.vocab 300 --model.context 32 "
+    f"--model.init_std {STD} --train.seq_len 16 --train.micro_batch 1 --train.global_batch 4 --train.steps 2 "
+    f"--train.dtype fp64"
+).split()
 
 
 def family(name: str, *args: str):
@@ -232,7 +167,7 @@ def initial(world: World, cfg) -> list[tuple[Box, torch.Tensor]]:
     run = build_run(cfg, mesh, CPU, None, 2)
     for b in run.buckets:
         b.weights.wait_unshard()
-    return [(box, part.clone()) for b in run.buckets for box, part in boxes_of(b, b.weights.master)]
+    return [(box, part.clone()) for b in run.buckets for box, part in get_boxes(b, b.weights.master)]
 
 
 def whole(cfg) -> dict[str, torch.Tensor]:
@@ -318,7 +253,7 @@ def test_threads_draw_what_one_draws(monkeypatch, threads):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_only_what_is_needed_is_drawn(monkeypatch, rows):
-    """Of a merged parameter, any range of elements: its values are those of the whole, and no row is drawn
+    """Any range of elements of a merged parameter has the values of the whole, and no row is drawn
     that has none of them."""
     monkeypatch.setattr(spec, "INIT_BLOCK", 8 * rows)
     q, k = Box("q", (12, 8), (4, 0), (6, 8)), Box("k", (5, 8), (0, 0), (5, 8))
@@ -371,25 +306,17 @@ def test_initial_weights_change_with_the_seed_and_with_nothing_else():
     drawn = {key for key in base if expected(key, 4)[0] == "normal"}
     other = whole(family("dots1-tiny", "--train.seed", "1235"))
     assert {key for key in base if not torch.equal(base[key], other[key])} == drawn
-    for args in (
-        ("--optim.name", "sgd", "--optim.lr", "0.3"),
-        ("--parallel.bucket_mb", "0.05"),
-        ("--model.dropout", "0.3"),
-        ("--parallel.offload", "both"),
-        ("--parallel.recompute", "full"),
-        ("--train.micro_batch", "4"),
-        ("--optim.name", "muon"),
-        ("--log.noise_scale", "true"),
-        ("--train.steps", "9"),
-        ("--model.mlp.router.aux.weight", "0.5"),
+    for words in (
+        "--optim.name sgd --optim.lr 0.3", "--optim.name muon", "--parallel.bucket_mb 0.05",
+        "--model.dropout 0.3", "--model.mlp.router.aux.weight 0.5", "--parallel.offload both",
+        "--parallel.recompute full", "--train.micro_batch 4", "--train.steps 9", "--log.noise_scale true",
     ):
-        same = whole(family("dots1-tiny", *args))
-        assert same.keys() == base.keys() and all(torch.equal(base[key], same[key]) for key in base), args
+        same = whole(family("dots1-tiny", *words.split()))
+        assert same.keys() == base.keys() and all(torch.equal(base[key], same[key]) for key in base), words
     for dtype in ("fp32", "bf16", "fp16"):  # masters are fp32
         same = whole(family("dots1-tiny", "--train.dtype", dtype))
-        assert all(
-            torch.equal(base[key].float(), same[key]) and same[key].dtype == torch.float32 for key in base
-        ), dtype
+        assert all(torch.equal(base[key].float(), same[key]) for key in base), dtype
+        assert {x.dtype for x in same.values()} == {torch.float32}
 
 
 @pytest.mark.slow
@@ -421,15 +348,13 @@ def test_initial_weights_do_not_depend_on_the_layout(ranks, name, parallel):
 ROWS, COLUMNS, WIDTH = torch.arange(8), torch.arange(32), 128
 
 
-def keep(
-    rate: float, site: int = 3, seed: int = 1, step: int = 5, rows=ROWS, columns=COLUMNS
-) -> torch.Tensor:
+def keep(rate: float, *, site=3, seed=1, step=5, rows=ROWS, columns=COLUMNS) -> torch.Tensor:
     return DropoutRng(seed, step, rows, columns).keep_mask(site, WIDTH, rate)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.9])
 def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
-    """Of n = 32768 elements, within five standard deviations of the binomial; the rest times 1 / (1 -
+    """For n = 32768 elements, within five standard deviations of the binomial; the rest times 1 / (1 -
     rate) exactly."""
     kept = keep(rate)
     assert abs(int((~kept).sum()) - rate * kept.numel()) < 5 * math.sqrt(kept.numel() * rate * (1 - rate))
@@ -460,29 +385,25 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_masks_are_independent(what, other):
+def test_dropout_masks_of_other_places_and_steps_are_independent(what, other):
     """Two masks agree where two independent ones do: in a share of p^2 + (1-p)^2."""
     p, a, b = 0.3, keep(0.3), keep(0.3, **other)
     agree = p**2 + (1 - p) ** 2
     assert abs(float((a == b).double().mean()) - agree) < 5 * math.sqrt(agree * (1 - agree) / a.numel())
 
 
-def test_neighbours_within_a_mask_are_independent():
+def test_neighbours_within_a_dropout_mask_are_independent():
     p, a = 0.3, keep(0.3)
     agree = p**2 + (1 - p) ** 2
     for one, two in (
-        (a[1:], a[:-1]),
-        (a[:, 1:], a[:, :-1]),
-        (a[..., 1:], a[..., :-1]),
-        (a[1:, 1:], a[:-1, :-1]),
+        (a[1:], a[:-1]), (a[:, 1:], a[:, :-1]), (a[..., 1:], a[..., :-1]), (a[1:, 1:], a[:-1, :-1]),
         (a[:, 1:, 1:], a[:, :-1, :-1]),
     ):
-        assert abs(float((one == two).double().mean()) - agree) < 5 * math.sqrt(
-            agree * (1 - agree) / one.numel()
-        )
+        error = math.sqrt(agree * (1 - agree) / one.numel())
+        assert abs(float((one == two).double().mean()) - agree) < 5 * error
 
 
-def test_a_piece_of_a_mask_is_a_piece_of_the_mask():
+def test_a_rank_s_part_of_a_dropout_mask_is_a_part_of_the_whole():
     a = keep(0.3)
     assert torch.equal(keep(0.3, rows=ROWS[3:5], columns=COLUMNS[7:20]), a[3:5, 7:20])
 
@@ -496,9 +417,8 @@ def test_jitter_is_uniform_within_its_bounds(dtype):
     chi = float(((counts - u.numel() / 16) ** 2 / (u.numel() / 16)).sum())
     assert chi < 44.3  # 15 degrees of freedom: one in ten thousand is above
     other = DropoutRng(1, 5, ROWS, COLUMNS).uniform(-2, WIDTH, 0.25, dtype)  # another layer's router
-    assert abs(
-        float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())).double())[0, 1])
-    ) < 5 / math.sqrt(u.numel())
+    correlation = torch.corrcoef(torch.stack((u.flatten(), other.flatten())).double())[0, 1]
+    assert abs(float(correlation)) < 5 / math.sqrt(u.numel())
 
 
 def test_where_noise_is_in_a_run(home, prefix):
@@ -506,37 +426,16 @@ def test_where_noise_is_in_a_run(home, prefix):
     for each microbatch of each step, of the step's own rows and all columns. In validation and in
     generation: none."""
     cfg = settings(
-        prefix,
-        "--model.dropout",
-        "0.2",
-        "--model.mlp.router.jitter",
-        "0.1",
-        "--model.mlp",
-        "experts",
-        "--model.mlp.experts",
-        "4",
-        "--model.mlp.width",
-        "16",
-        "--eval.sample",
-        "4",
-        name="mixtral-tiny",
+        prefix, "--model.dropout", "0.2", "--model.mlp.router.jitter", "0.1", "--model.mlp", "experts",
+        "--model.mlp.experts", "4", "--model.mlp.width", "16", "--eval.sample", "4", name="mixtral-tiny",
     )
     calls, evaluations, begun = [], [], []
     real = {name: getattr(DropoutRng, name) for name in ("keep_mask", "uniform")}
 
     def spy(name):
         def call(self, site, width, amount, *more):
-            calls.append(
-                (
-                    name,
-                    int(self.step),
-                    site,
-                    width,
-                    amount,
-                    tuple(self.sequence_ids.tolist()),
-                    tuple(self.positions.tolist()),
-                )
-            )
+            place = (tuple(self.sequence_ids.tolist()), tuple(self.positions.tolist()))
+            calls.append((name, int(self.step), site, width, amount, *place))
             return real[name](self, site, width, amount, *more)
 
         return call
@@ -575,7 +474,7 @@ def test_both_branches_and_the_embedding_are_dropped(prefix):
                 {f"x{i}": add_residual(*args[:2]), f"out{i}": add_residual(*out[:2])}
             )
         )
-        block.attn.register_forward_hook(lambda module, args, out, i=i: seen.update({f"a{i}": out}))
+        block.mixer.register_forward_hook(lambda module, args, out, i=i: seen.update({f"a{i}": out}))
         block.mlp.register_forward_hook(lambda module, args, out, i=i: seen.update({f"y{i}": out}))
     tokens, positions = torch.randint(257, (3, 16)), torch.arange(16).expand(3, 16)
     rows = torch.tensor([4, 0, 9])
@@ -598,7 +497,7 @@ def test_both_branches_and_the_embedding_are_dropped(prefix):
 
 @pytest.mark.parametrize("docs", [False, True])
 def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(home, prefix, docs):
-    """Of a run's first step and first validation, by torch's cross entropy from the logits; with
+    """The first step and the first validation of a run, by torch's cross entropy from the logits; with
     documents, a token that ends one has no target. And what is told of the validation: perplexity, bits a
     byte of text."""
     cfg, seen = settings(prefix, data={"doc_mask": docs, "split": "50,50"}), {}
@@ -632,11 +531,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(home, prefix, docs):
             assert float(what["loss"]) == pytest.approx(seen["want"], rel=1e-12)
 
     assert trained(World(), cfg, str(folder), watch) == 0
-    told = next(
-        row
-        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        if "val_loss" in row
-    )
+    told = run_folder.validations(folder)[0]
     read = [b for i in range(cfg.eval.batches) for b in seen["valid"].microbatches(i)]
     targets = torch.cat([b.targets for b in read])
     text = (targets >= 0) & (targets < 256)  # of the byte tokenizer: an end of a document has no byte
@@ -669,22 +564,16 @@ def test_sight_is_the_brute_force_mask_for_every_way_to_cut_documents(window):
     see, place = make_attention_mask(0, S, 0, S, window, DOCS, CPU), torch.arange(S)
     assert torch.equal(see.dense_mask[:, 0], want)
     assert torch.equal(visible_keys(place, place, window, DOCS, DOCS)[:, 0], want)
-    assert torch.equal(see.first_key.long(), want.long().argmax(-1))  # the first key of each query,
-    assert torch.equal(
-        see.query_end.long().clamp(max=S), S - want.flip(1).long().argmax(1)
-    )  # and one past the last query of each key
-    for query, s_q, key, s_k in (
-        (3, 3, 0, 6),
-        (2, 2, 2, 2),
-        (4, 2, 0, 4),
-        (5, 1, 0, 6),
-    ):  # parts, as in a ring and in generation
+    # the first key of each query, and one past the last query of each key
+    assert torch.equal(see.first_key.long(), want.long().argmax(-1))
+    assert torch.equal(see.query_end.long().clamp(max=S), S - want.flip(1).long().argmax(1))
+    # parts, as in a ring and in generation
+    for query, s_q, key, s_k in ((3, 3, 0, 6), (2, 2, 2, 2), (4, 2, 0, 4), (5, 1, 0, 6)):
         part = make_attention_mask(query, s_q, key, s_k, window, DOCS, CPU).dense_mask
         assert torch.equal(part[:, 0], want[:, query : query + s_q, key : key + s_k])
     alone = [[visible(q, k, window, None) for k in range(S)] for q in range(S)]
-    assert torch.equal(
-        make_attention_mask(0, S, 0, S, window, None, CPU).dense_mask[0, 0], torch.tensor(alone)
-    )
+    without_documents = make_attention_mask(0, S, 0, S, window, None, CPU).dense_mask[0, 0]
+    assert torch.equal(without_documents, torch.tensor(alone))
     assert mean_keys(S, window) == pytest.approx(sum(map(sum, alone)) / S, rel=1e-15)
 
 
@@ -702,8 +591,7 @@ def test_a_layer_hears_of_the_tokens_that_it_sees_and_of_no_other(prefix, window
     for b in run.buckets:
         b.weights.wait_unshard()
     with torch.no_grad():
-        out = run.stages[0].hidden_states(
-            tokens, positions.expand(s + 1, s), None if docs is None else docs.expand(s + 1, s)
-        )
+        rows = None if docs is None else docs.expand(s + 1, s)
+        out = run.stages[0].hidden_states(tokens, positions.expand(s + 1, s), rows)
     heard = (out[:s] - out[s]).abs().amax(-1) > 1e-12  # [k, q]
     assert heard.tolist() == [[visible(q, k, window, docs) for q in range(s)] for k in range(s)]

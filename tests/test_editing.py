@@ -14,7 +14,7 @@ from test_docs import ROOT, Block, commands_of, files, pages
 
 PAGE = "docs/editing.md"
 EDITS = ("edit-1", "edit-2", "edit-3", "edit-4", "edit-5", "edit-6")
-MOST_FILES = {"edit-1": 2, "edit-2": 1, "edit-3": 2, "edit-4": 2, "edit-5": 2, "edit-6": 4}  # of the program
+MAX_FILES = {"edit-1": 2, "edit-2": 1, "edit-3": 2, "edit-4": 2, "edit-5": 2, "edit-6": 4}  # of the program
 TESTS = {"edit-1": 2, "edit-6": 3}  # files of tests, if not one: a function and a key; a key, a rule, groups
 # {edit: (file, what is right, a mistake in its place)}, which the first proof of the edit sees
 MISTAKES = {
@@ -66,19 +66,19 @@ def copy(target: pathlib.Path) -> None:
 
 
 def test_every_edit_fits_and_is_small(tmp_path):
-    """In as few files as the page says, each of which it names in its table."""
+    """It changes as few files as the page says, and its table names each."""
     rows = [line for line in pages()[PAGE].prose.splitlines() if line.startswith("| [")]
     for edit, row in zip(EDITS, rows, strict=True):
         copy(tmp_path / edit)
         changed = {apply(block.text, tmp_path / edit) for block in changes(edit)}
         program = {name for name in changed if not name.startswith("tests/")}
-        assert len(program) <= MOST_FILES[edit] and len(changed) == len(program) + TESTS.get(edit, 1)
+        assert len(program) <= MAX_FILES[edit] and len(changed) == len(program) + TESTS.get(edit, 1)
         assert set(re.findall(r"`([^`]+)`", row)) == changed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
-def test_its_commands(tmp_path, edit):
+def test_the_commands_of_an_edit_run(tmp_path, edit):
     """In a process of its own, which loads the edited program once and forks for each command."""
     edited(edit, tmp_path / "checkout")
     assert commands_of(pages()[PAGE], edit)

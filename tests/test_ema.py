@@ -2,11 +2,11 @@
 bit for bit after a kill, at other layouts, through phases and branches, and what scripts read of it.
 """
 
-import dataclasses
 import json
 import math
 
 import pytest
+import run_folder
 import torch
 from program import settings, trained
 from ranks import corpus
@@ -21,9 +21,10 @@ from checkpoint.trained import load_run
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
 from config.reading.tiny import tiny_config
+from config.tree import with_values
 from lab.proof.verify.trial import prove
 from model.sharding import parallel_dims
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from scripts import convert, evaluate, generate
@@ -33,7 +34,7 @@ DECAY = 0.7
 
 
 class Watch:
-    """Beside the run: torch's average of the same weights, which goes on through resumes. Step `skipped` has
+    """Torch's average of the same weights beside the run, which continues through resumes. Step `skipped` has
     no finite gradient.
     """
 
@@ -63,9 +64,8 @@ class Watch:
         return None
 
     def masters(self):
-        return [bucket.weights.master.detach().to(torch.promote_types(bucket.weights.master.dtype,
-                                                                      torch.float32))
-                for bucket in self.run.buckets]
+        masters = [bucket.weights.master.detach() for bucket in self.run.buckets]
+        return [master.to(torch.promote_types(master.dtype, torch.float32)) for master in masters]
 
 
 @pytest.mark.slow(every=2)
@@ -78,7 +78,7 @@ class Watch:
         ("llama3.2-tiny", "bf16", {"states": "bf16"}),
     ],
 )
-def test_by_hand_against_torch(tmp_path, name, dtype, optim):
+def test_the_average_is_that_of_torch(tmp_path, name, dtype, optim):
     cfg = settings(corpus(tmp_path), name=name, train={"steps": 4, "dtype": dtype, "ema": DECAY}, optim=optim)
     watch = Watch(skipped=2)
     assert trained(World(), cfg, str(tmp_path / "run"), watch) == 0
@@ -87,7 +87,7 @@ def test_by_hand_against_torch(tmp_path, name, dtype, optim):
         assert torch.equal(bucket.weights.local, bucket.weights.master.to(bucket.dtype))
 
 
-def test_a_resume_goes_on_with_the_average(tmp_path):
+def test_a_resume_continues_the_average(tmp_path):
     """By hand against torch, through a stop in step 3."""
     cfg = settings(corpus(tmp_path), train={"steps": 5, "ema": DECAY})
     watch, folder = Watch(skipped=2), tmp_path / "run"
@@ -114,11 +114,11 @@ def test_validation_with_the_average_changes_nothing(tmp_path, dtype):
         cfg = settings(corpus(tmp_path), train={"steps": 4, "dtype": dtype, "ema": ema}, eval={"every": 1})
         folder = tmp_path / str(ema)
         assert trained(World(), cfg, str(folder), lambda *_, **__: None) == 0
-        found.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+        found.append(run_folder.rows(folder))
     assert len(found[0]) == len(found[1]) == 4 + 5
     for plain, averaged in zip(*found):
-        assert [plain.get(key) for key in ("step", "loss", "grad_norm", "val_loss")] == \
-            [averaged.get(key) for key in ("step", "loss", "grad_norm", "val_loss")]
+        for key in ("step", "loss", "grad_norm", "val_loss"):
+            assert plain.get(key) == averaged.get(key)
         assert "val/ema/loss" not in plain and ("val/ema/loss" in averaged) == ("val_loss" in averaged)
     losses = [row["val/ema/loss"] - row["val_loss"] for row in found[1] if "val_loss" in row]
     assert losses[0] == 0 and all(losses[1:])
@@ -133,14 +133,14 @@ def test_validation_with_the_average_changes_nothing(tmp_path, dtype):
     [
         ("llama3-tiny", {"zero": 1}, {}),
         ("llama3-tiny", {"zero": 3, "offload": "both"}, {}),
-        ("llama3-tiny", {"zero": 2}, {"optim": {"name": "muon"}}),
-        ("llama3-tiny", {"tp": 2, "sp": True}, {"checkpoint": {"async_save": True}}),
+        ("llama3-tiny", {"zero": 2}, {"optim.name": "muon"}),
+        ("llama3-tiny", {"tp": 2, "sp": True}, {"checkpoint.async_save": True}),
         ("llama3.2-tiny", {"pp": 2}, {}),
         ("mixtral-tiny", {"ep": 2, "zero": 1}, {}),
-        ("llama3-tiny", {"zero": 1}, {"rows": [
+        ("llama3-tiny", {"zero": 1}, {"train.phases": json.dumps([
             {"after_steps": 1, "train.seq_len": 16, "parallel.zero": 3},
             {"after_steps": 3, "train.seq_len": 32, "parallel.zero": 0, "parallel.cp": 2},
-        ]}),
+        ])}),
     ],
     ids=["zero1", "zero3-offload", "zero2-muon", "tp2-async", "tied-pp2", "moe", "phases"],
 )
@@ -149,14 +149,8 @@ def test_every_layout_averages_the_same(ranks, tmp_path, name, parallel, more):
     the average and what checkpoints hold of it are compared, among all else. Strict: no exchange or copy is
     under way where the average is read or written.
     """
-    cfg = tiny_config(name, 2)
-    rows = more.get("rows")
-    train = dataclasses.replace(cfg.train, ema=DECAY, phases=rows and json.dumps(rows))
-    cfg = dataclasses.replace(cfg, train=train, parallel=dataclasses.replace(cfg.parallel, **parallel))
-    for section, keys in more.items():
-        if section == "rows":
-            continue
-        cfg = dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **keys)})
+    layout = {f"parallel.{key}": value for key, value in parallel.items()}
+    cfg = with_values(tiny_config(name, 2), {"train.ema": DECAY, **layout, **more})
     first, _ = prove(ranks(2), cfg, tmp_path, is_strict=True)
     assert not first.is_wrong, first
 
@@ -170,16 +164,12 @@ LAYOUTS = {
 
 
 def config_at(layout: str):
-    cfg = tiny_config("llama3.2-tiny")
-    return dataclasses.replace(
-        cfg,
-        train=dataclasses.replace(cfg.train, ema=DECAY),
-        parallel=dataclasses.replace(cfg.parallel, **LAYOUTS[layout][1]),
-    )
+    keys = {f"parallel.{key}": value for key, value in LAYOUTS[layout][1].items()}
+    return with_values(tiny_config("llama3.2-tiny"), {"train.ema": DECAY, **keys})
 
 
 class Facts:
-    """Of data, what a checkpoint asks."""
+    """The facts of data that a checkpoint records."""
     fingerprint = "data"
     is_chat = False
     has_start = False
@@ -201,7 +191,7 @@ def fill_or_check(world, layout: str, root, is_writer: bool) -> int:
         state.load(made, store.quick_check(root / "step_00000001"))
     for bucket, average in zip(made.buckets, made.ema.averages):
         for offset, flat in enumerate((bucket.weights.master, average)):
-            for box, part in boxes_of(bucket, flat):
+            for box, part in get_boxes(bucket, flat):
                 place = tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
                 want = average_of(box.key, box.shape, offset)[place]
                 if is_writer:
@@ -252,7 +242,7 @@ def kept(path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("point, step", [("step.end", 2), ("step.begin", 5), ("ckpt.pre_rename", 6),
                                          ("eval.end", 8)])
-def test_killed_and_started_again(home, point, step):
+def test_a_killed_run_ends_with_the_same_average(home, point, step):
     name = f"{point}-{step}"
     assert home and run(home, name, f"{point}:step={step}:act=SIGKILL", EMA) == -9
     assert run(home, name, extra=EMA) == 0
@@ -262,7 +252,7 @@ def test_killed_and_started_again(home, point, step):
 
 @pytest.mark.slow
 def test_a_run_that_begins_to_average_and_one_that_ends(home):
-    """What the resumed run says, and where its average begins: at the weights of step 3."""
+    """The average begins at the weights of step 3, and the log says so."""
     assert run(home, "late", "step.begin:step=5:act=SIGKILL") == -9
     at_three = kept(home / "late" / "checkpoints" / "step_00000003")
     assert not any("@ema" in key for key in at_three)
@@ -274,7 +264,7 @@ def test_a_run_that_begins_to_average_and_one_that_ends(home):
 
 
 @pytest.mark.slow
-def test_init_from(home):
+def test_a_run_with_given_weights_averages_from_them(home):
     """A new run's average begins at the weights that it is given, not at the average of its source."""
     source = home / "clean" / "checkpoints" / "step_00000009"
     before = kept(source)
@@ -288,7 +278,7 @@ def test_init_from(home):
 
 
 @pytest.mark.slow
-def test_a_branch_goes_on_with_the_average_of_its_source(home):
+def test_a_branch_continues_the_average_of_its_source(home):
     """One that changes nothing has, in the end, what its source has."""
     assert run(home, "trunk", extra=(*EMA, "--checkpoint.keep_every", "3")) == 0
     assert run(home, "branch", extra=("--checkpoint.branch", f"{home / 'trunk'}@6"), args=()) == 0
@@ -300,8 +290,8 @@ def test_a_branch_goes_on_with_the_average_of_its_source(home):
 
 @pytest.mark.slow
 def test_scripts_read_the_average(home, tmp_path, capsys):
-    rows = [json.loads(line) for line in (home / "clean" / "metrics.jsonl").read_text().splitlines()]
-    (last,) = [row for row in rows if row["step"] == 9 and "val_loss" in row]
+    last = run_folder.validations(home / "clean")[-1]
+    assert last["step"] == 9
     assert last["val/ema/loss"] != last["val_loss"]
     found = {}
     for which in state.WEIGHTS:

@@ -1,5 +1,4 @@
-"""What stands beside the step and the loop: there where the config asks for it, in order, and else not even
-imported."""
+"""Extras of the step and the loop: in order where the config asks for them, else not even imported."""
 
 import contextlib
 import io
@@ -14,19 +13,16 @@ from ranks import MODEL, corpus
 
 from build import extras_of_step
 from optim.spikes import SpikeState
-from parallel.extras import Extra, Extras
+from parallel.extras import Extra, Extras, StepExtra
 from parallel.topology.mesh import Mesh
 
 ROOT = pathlib.Path(__file__).parent.parent
 # what a run loads only for one of its keys
 ON_DEMAND = {
     "durable.memory": "--checkpoint.memory_every 2",
-    "durable.memory_saves": "--checkpoint.memory_every 2",
-    "durable.rewind": "--optim.spike_sigma 50",
-    "optim.ema": "--train.ema 0.9",
-    "optim.noise": "--log.noise_scale true",
-    "parallel.pipeline.graphs": "--train.cuda_graphs true",
-    "runtime.profile": "--profile.steps 1",
+    "durable.memory_saves": "--checkpoint.memory_every 2", "durable.rewind": "--optim.spike_sigma 50",
+    "optim.ema": "--train.ema 0.9", "optim.noise": "--log.noise_scale true",
+    "parallel.pipeline.graphs": "--train.cuda_graphs true", "runtime.profile": "--profile.steps 1",
     "durable.rerun": "--train.rerun_every 1",
 }
 NEVER_HERE = {"durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow"}
@@ -86,7 +82,7 @@ def test_each_moment_goes_through_all_in_order():
     """Also those that pass a value on: a verdict, whether the step is saved; and the first that goes back."""
     calls = []
 
-    class Told(Extra):
+    class Told(StepExtra):
         def __init__(self, name, back_to=None):
             self.name, self.back_to = name, back_to
 
@@ -106,16 +102,16 @@ def test_each_moment_goes_through_all_in_order():
         def may_save(self, run, step):
             return self.name != "a"
 
-    extras = Extras([Told("a"), Told("b", back_to=4), Told("c", back_to=2)])
+    extras = Extras([Extra(), Told("a"), Told("b", back_to=4), Told("c", back_to=2)])
     extras.before_step(None, 7)
     assert extras.judge(None, 7, None, good=[], again=None) == ["a", "b", "c"]
     assert extras.after_step(None, 7) == 4
     assert calls == [("a", 7), ("b", 7), ("c", 7), "a", "b", "c"]
     assert extras.after_save(None, 7, False) and not Extras([Told("a")]).after_save(None, 7, False)
-    assert not extras.may_save(None, 7) and extras[1:] and Extras(extras[1:]).may_save(None, 7)
+    assert not extras.may_save(None, 7) and extras[2:] and Extras(extras[2:]).may_save(None, 7)
 
 
 def test_every_moment_of_an_extra_is_one_of_extras():
     """Else a moment that a new thing overrides would never come."""
-    moments = {name for name in vars(Extra) if not name.startswith("_")}
+    moments = {name for kind in (Extra, StepExtra) for name in vars(kind) if not name.startswith("_")}
     assert moments == {name for name in vars(Extras) if not name.startswith("_")}

@@ -7,6 +7,7 @@ import shutil
 import time
 
 import pytest
+import run_folder
 import torch
 from safetensors.torch import load_file
 from test_resume import run
@@ -92,7 +93,7 @@ def test_the_room_that_is_looked_for_is_that_of_the_checkpoint(home, monkeypatch
 
 
 def test_a_folder_that_is_not_shared_is_found_before_the_first_step(home, monkeypatch):
-    """What rank 0 has written is not there for this rank: as on a node with a disk of its own."""
+    """The files of rank 0 are not there for this rank: as on a node with a disk of its own."""
     monkeypatch.setattr(run_folders, "write_token", lambda folder: ".probe-of-another-disk")
     assert run(home, "apart") == 2
     told = (home / "apart.log").read_text()
@@ -119,13 +120,13 @@ def test_a_run_folder_that_is_removed_under_the_run(home, monkeypatch):
     assert told.count("was removed or emptied before step 6") == 1
     assert sorted(os.listdir(home / "gone" / "tokenizer")) == sorted(os.listdir(home / "clean" / "tokenizer"))
     assert (home / "gone" / "config.yaml").is_file()
-    assert [step for step, _ in store.committed_checkpoints(home / "gone" / "checkpoints")] == [9, 6]
+    assert run_folder.saved_steps(home / "gone") == [9, 6]
     steps = (home / "gone" / "metrics.jsonl").read_text().splitlines()
     assert '"step": 9' in steps[-1]
 
 
 def forge(checkpoint, change):
-    """Other sizes of the model in meta.json, sealed anew."""
+    """Other sizes of the model in meta.json, sealed again."""
     meta = json.loads((checkpoint / "meta.json").read_text())
     meta["config"]["model"].update(change)
     text = json.dumps(meta).encode()
@@ -152,6 +153,6 @@ def test_forged_sizes_are_refused_before_they_are_allocated(home, tmp_path, chan
     load_run(str(checkpoint), torch.device("cpu"))
     forge(checkpoint, change)
     begun = time.process_time()
-    with pytest.raises(ConfigError, match="the two are not of one model"):
+    with pytest.raises(ConfigError, match="they belong to different models"):
         load_run(str(checkpoint), torch.device("cpu"))
     assert time.process_time() - begun < 1

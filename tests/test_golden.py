@@ -1,5 +1,5 @@
 """Small runs give what they gave (tests/golden.py): bit for bit where the recorded torch runs on the recorded
-processor, elsewhere to 1e-5. A change that is meant to change numbers writes tests/golden.json anew.
+processor, elsewhere to 1e-5. A change that is meant to change numbers rewrites tests/golden.json.
 """
 
 import json

@@ -33,33 +33,13 @@ from train import train_step
 
 META = torch.device("meta")
 WAITS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "is_nonzero",
-    "masked_select",
-    "bincount",
-    "unique",
-    "repeat_interleave.Tensor",
-    "equal.default",
+    "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "bincount", "unique",
+    "repeat_interleave.Tensor", "equal.default",
 )
 ARGS = (
-    "--model.vocab",
-    "500",
-    "--model.layers",
-    "1",
-    "--model.hidden",
-    "32",
-    "--model.mixer.heads",
-    "4",
-    "--model.mlp.width",
-    "48",
-    "--train.seq_len",
-    "32",
-    "--train.micro_batch",
-    "2",
-    "--train.global_batch",
-    "4",
-)
+    "--model.vocab 500 --model.layers 1 --model.hidden 32 --model.mixer.heads 4 --model.mlp.width 48 "
+    "--train.seq_len 32 --train.micro_batch 2 --train.global_batch 4"
+).split()
 
 
 class NoLists(TorchFunctionMode):
@@ -68,9 +48,8 @@ class NoLists(TorchFunctionMode):
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy), (
-            f"{function.__name__} waits for the device"
-        )
+        copies = (torch.tensor, torch.as_tensor, torch.from_numpy)
+        assert function not in copies, f"{function.__name__} waits for the device"
         return function(*args, **(kwargs or {}))
 
 
@@ -80,20 +59,14 @@ class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = str(function), kwargs or {}
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        masks = [
-            i
-            for a in args[1:2]
-            if isinstance(a, (list, tuple))
-            for i in a
-            if isinstance(i, torch.Tensor) and i.dtype == torch.bool
-        ]
+        indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+        masks = [i for i in indices if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
         assert not any(f"aten.{w}" in name for w in WAITS), f"{name} waits for the device"
         assert not (masks and "aten.index" in name), f"{name} with a mask waits for the device"
         if "_to_copy" in name or "aten.copy_" in name:
             to = torch.device(kwargs.get("device") or tensors[0].device)
-            assert {t.device.type for t in tensors} | {to.type} == {"meta"}, (
-                f"{name} copies between host and device"
-            )
+            devices = {t.device.type for t in tensors} | {to.type}
+            assert devices == {"meta"}, f"{name} copies between host and device"
         return function(*args, **kwargs)
 
 
@@ -122,22 +95,14 @@ def step_once(monkeypatch, *args: str, mesh: Mesh | None = None) -> None:
 
 
 LAYOUTS = [
-    "--parallel.tp 2",
-    "--parallel.tp 2 --parallel.sp true",
-    "--parallel.tp 2 --parallel.sp true --parallel.async_tp true",
-    "--parallel.cp 2",
+    "--parallel.tp 2", "--parallel.tp 2 --parallel.sp true",
+    "--parallel.tp 2 --parallel.sp true --parallel.async_tp true", "--parallel.cp 2",
     "--parallel.cp 2 --parallel.cp_kind ulysses",
     "--parallel.cp 2 --data.doc_mask true --model.mixer.window 8",
-    "--parallel.pp 2",
-    "--parallel.pp 2 --parallel.schedule zb-v",
-    "--parallel.zero 1",
-    "--parallel.zero 2 --optim.name muon",
-    "--parallel.zero 3 --parallel.recompute full",
-    "--parallel.zero 1 --parallel.dp_rep 2",
-    "--parallel.compress int8",
-    "--parallel.compress powersgd",
-    "--parallel.reduce ring",
-    "--model.tied true --parallel.pp 2",
+    "--parallel.pp 2", "--parallel.pp 2 --parallel.schedule zb-v", "--parallel.zero 1",
+    "--parallel.zero 2 --optim.name muon", "--parallel.zero 3 --parallel.recompute full",
+    "--parallel.zero 1 --parallel.dp_rep 2", "--parallel.compress int8", "--parallel.compress powersgd",
+    "--parallel.reduce ring", "--model.tied true --parallel.pp 2",
 ]
 
 
@@ -174,31 +139,20 @@ def launch_nothing(monkeypatch) -> None:
     if not triton_.TRITON_AVAILABLE:
         pytest.skip("no Triton for this platform")
     monkeypatch.setattr(triton_, "DEVICES", ("cuda", "meta"))
-    for module in (
-        importlib.import_module(f"kernels.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)
-    ):
+    for found in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"kernels.{found.name}")
         for name in [n for n in vars(module) if n.endswith("_kernel") and n != "sdpa_kernel"]:
             monkeypatch.setattr(module, name, Launch())
 
 
 CASES = [
-    "--optim.name adamw",
-    "--model.dropout 0.1",
-    "--model.dropout 0.1 --parallel.recompute full",
-    "--data.doc_mask true",
-    "--model.mixer.window 8",
+    "--optim.name adamw", "--model.dropout 0.1", "--model.dropout 0.1 --parallel.recompute full",
+    "--data.doc_mask true", "--model.mixer.window 8",
     "--model.mixer.qk_norm head --parallel.recompute selective --parallel.recompute_parts core,norm,act",
-    "--parallel.schedule zb-h1",
-    "--train.dtype fp16",
-    "--optim.name muon",
-    "--optim.name lamb",
-    "--optim.name lars",
-    "--optim.name lion",
-    "--optim.name sgd",
-    "--model.mtp.modules 1",
+    "--parallel.schedule zb-h1", "--train.dtype fp16", "--optim.name muon", "--optim.name lamb",
+    "--optim.name lars", "--optim.name lion", "--optim.name sgd", "--model.mtp.modules 1",
     "--model.positions learned --model.mixer.rope none --model.mixer.bias all --model.norm.kind layernorm "
-    "--model.mlp.activation gelu --model.mlp.bias true "
-    "--model.tied true",
+    "--model.mlp.activation gelu --model.mlp.bias true --model.tied true",
     "--model.mixer.kind latent --model.mixer.kv_rank 16 --model.mixer.rope.scaling.kind yarn "
     "--model.mixer.rope.scaling.factor 4",
     "--parallel.zero 3",
@@ -257,7 +211,7 @@ def test_a_mixture_that_drops_or_has_no_kernels_reads_its_counts(monkeypatch, ar
 
 
 @pytest.mark.parametrize("planted", ["item", "truth", "cpu", "to", "mask", "tensor"])
-def test_the_mode_sees(planted):
+def test_each_wait_for_the_device_is_seen(planted):
     x, host = torch.zeros(4, device=META), torch.zeros(4)
     sins = {
         "item": lambda: x.sum().item(),

@@ -17,18 +17,8 @@ from config.reading.kinds import every_path
 
 ROOT = pathlib.Path(__file__).parent.parent
 ROOMS = (
-    "config",
-    "kernels",
-    "parallel",
-    "model",
-    "data",
-    "optim",
-    "checkpoint",
-    "durable",
-    "runtime",
-    "plan",
-    "lab",
-    "scripts",
+    "config", "kernels", "parallel", "model", "data", "optim", "checkpoint", "durable", "runtime", "plan",
+    "lab", "scripts",
 )
 MODULES = ("train.py", "start.py", "phases.py", "services.py", "build.py")
 TOOLS = {"lab", "scripts"}  # the top floor: nothing that trains imports them
@@ -62,30 +52,14 @@ MAY = {  # room or file: what it may import of ours
 }
 # what plan may import of model and parallel: arithmetic and descriptions, nothing that computes or exchanges
 PLANNABLE = {
-    "parallel.topology.dims",
-    "parallel.pipeline.schedule",
-    "parallel.sharding",
-    "parallel.sharding.bucket",
-    "parallel.sharding.packing",
-    "parallel.sharding.powersgd",
-    "parallel.sharding.slots",
-    "parallel.sharding.spec",
-    "parallel.wire.compress",
-    "model.describe",
-    "model.flops",
-    "model.precision",
-    "model.router",
-    "model.sharding",
-    "model.shared_keys",
-    "model.split",
+    "parallel.topology.dims", "parallel.pipeline.schedule", "parallel.sharding", "parallel.sharding.bucket",
+    "parallel.sharding.packing", "parallel.sharding.powersgd", "parallel.sharding.slots",
+    "parallel.sharding.spec", "parallel.wire.compress", "model.describe", "model.flops", "model.precision",
+    "model.router", "model.sharding", "model.shared_keys", "model.split",
 }
 PURE = {
-    "parallel/wire/connection.py",
-    "parallel/topology/dims.py",
-    "parallel/pipeline/schedule.py",
-    "parallel/sharding/boxes.py",
-    "parallel/sharding/ranges.py",
-    "parallel/sharding/packing.py",
+    "parallel/wire/connection.py", "parallel/topology/dims.py", "parallel/pipeline/schedule.py",
+    "parallel/sharding/boxes.py", "parallel/sharding/ranges.py", "parallel/sharding/packing.py",
 }  # no torch
 WIDTH = 110  # columns of a line
 TYPE_VARIABLES = ("TypeVar", "ParamSpec")
@@ -167,6 +141,7 @@ def test_the_picture_of_the_folders_shows_what_is_imported():
     drawn = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (\w+)", picture, re.MULTILINE)
     assert len(drawn) == len(set(drawn))
     assert set(drawn) == arrows
+    assert {name for arrow in drawn for name in arrow} == {name for name in MAY if "." not in name}
 
 
 def test_pure_parts_need_no_torch():
@@ -251,28 +226,20 @@ def test_no_module_globals():
         if room(where) == "tests":
             continue
         for node in tree.body:
-            targets = (
-                node.targets
-                if isinstance(node, ast.Assign)
-                else [node.target]
-                if isinstance(node, ast.AnnAssign)
-                else []
-            )
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+                continue
+            made = (ast.Call, ast.List, ast.Dict, ast.Set)
+            is_alias = isinstance(node, ast.Assign) and not isinstance(node.value, made)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for name in (n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)):
-                alias = isinstance(node, ast.Assign) and not isinstance(
-                    node.value, (ast.Call, ast.List, ast.Dict, ast.Set)
-                )
-                assert name.isupper() or name.startswith("__") or alias or is_type_variable(node.value), (
-                    f"{where}: {name}"
-                )
+                is_constant = name.isupper() or name.startswith("__")
+                assert is_constant or is_alias or is_type_variable(node.value), f"{where}: {name}"
         assert not any(isinstance(n, ast.Global) for n in ast.walk(tree)), where
 
 
 def test_every_config_key_is_read():
     schema = "config/schema.py"  # what stands above "what follows" defines them
-    text = "\n".join(
-        (ROOT / w).read_text() for w, _ in sources() if room(w) != "tests" and str(w) != schema
-    )
+    text = "\n".join((ROOT / w).read_text() for w, _ in sources() if room(w) != "tests" and str(w) != schema)
     text += (ROOT / schema).read_text().split("# ---- what follows")[1]
     for path, (_, key) in every_path(config.Config).items():
         assert re.search(rf"\.{key}\b", text), f"{path} is never read"
@@ -285,6 +252,34 @@ def test_a_reference_stands_beside_each_kernel():
     for path in (ROOT / "kernels").glob("*.py"):
         if "@triton.jit" in path.read_text():
             assert (ROOT / "tests" / "kernels" / f"test_{path.name}").exists(), path
+
+
+UNPROVEN = "kernels.unproven"
+
+
+def test_one_place_reaches_what_no_gpu_has_confirmed():
+    """kernels/unproven/ is reached from model/unproven.py, and that from one function."""
+    for where, tree in sources():
+        if room(where) == "tests" or where.is_relative_to("kernels/unproven"):
+            continue
+        found = set(imports(tree))
+        if any(name.startswith(UNPROVEN) for name in found):
+            assert str(where) == "model/unproven.py"
+        if "model.unproven" in found:
+            assert str(where) == "model/block.py"
+
+
+@pytest.mark.parametrize("unproven", [False, True])
+def test_a_run_imports_unproven_kernels_only_when_asked(real_starts, unproven):
+    code = (
+        "import sys, torch; from config.reading import resolve;"
+        "from model.block import TransformerBlock; from model.describe import mesh_of_one_stage;"
+        f"cfg = resolve('llama3-tiny', None, ['--train.unproven', '{str(unproven).lower()}']);"
+        "TransformerBlock(cfg, mesh_of_one_stage(cfg), 1);"
+        f"print(any(name.startswith('{UNPROVEN}') for name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(unproven)
 
 
 def test_a_start_that_asks_for_no_plan_loads_no_planner(real_starts):

@@ -18,30 +18,18 @@ from safetensors.torch import load_file, save_file
 from tokenizer_families import make_tokenizer
 
 from checkpoint.disk import store
-from checkpoint.origin import parts_by_rows, same_ids_of
+from checkpoint.origin import match_token_ids, parts_by_rows
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from parallel.sharding.boxes import Box
 
 ROOT = Path(__file__).parent.parent
 SMALL = {
-    "model.layers": 3,
-    "model.hidden": 16,
-    "model.mixer.heads": 2,
-    "model.mixer.kv_heads": 2,
-    "model.mlp.width": 24,
-    "model.vocab_multiple": 64,
-    "train.steps": 1,
-    "train.seq_len": 16,
-    "train.micro_batch": 2,
-    "train.global_batch": 2,
-    "train.threads": 1,
+    "model.layers": 3, "model.hidden": 16, "model.mixer.heads": 2, "model.mixer.kv_heads": 2,
+    "model.mlp.width": 24, "model.vocab_multiple": 64, "train.steps": 1, "train.seq_len": 16,
+    "train.micro_batch": 2, "train.global_batch": 2, "train.threads": 1, "optim.warmup": 0,
     "optim.lr": 1e-30,  # the weights after the step are those before it
-    "optim.warmup": 0,
-    "eval.every": "none",
-    "eval.batches": 1,
-    "eval.sample": 0,
-    "log.every": 1,
+    "eval.every": "none", "eval.batches": 1, "eval.sample": 0, "log.every": 1,
 }
 CHANGES = "--checkpoint.init_changes"
 
@@ -63,7 +51,7 @@ def program(*argv: object) -> tuple[int, str]:
 
 
 def trains(home: Path, name: str, **settings) -> str:
-    """What train.py prints, which must not fail."""
+    """Run train.py, which must not fail, and return what it prints."""
     code, told = program("train.py", *words(home, name, settings))
     assert code == 0, told
     return told
@@ -86,7 +74,7 @@ def checkpoint(run: Path) -> Path:
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    """Of the newest checkpoint, put together from the boxes that ranks have written."""
+    """The weights of the newest checkpoint, put together from the boxes that ranks have written."""
     path = checkpoint(run)
     shards = {shard.name: load_file(shard) for shard in path.glob("*.safetensors")}
     found: dict[str, torch.Tensor] = {}
@@ -162,7 +150,7 @@ def test_what_is_refused_of_the_key_itself(home, plain):
         ("model.mixer.window", "model.mixer.window is none there and here"),
         ("model.mixer.kv_rank", "model.mixer.kv_rank is a key that the model here does not have"),
         ("data.tokenizer", "data.tokenizer is the same there and here"),
-        ("gate.weight", "gate.weight names no weight, neither there nor here"),
+        ("gate.weight", "gate.weight matches no weight, neither there nor here"),
         ("model.windw", "model.windw: no such key; did you mean model.mixer.window?"),
         ("train.seed", "train.seed does not change what weights compute; leave it out"),
     ):
@@ -177,7 +165,7 @@ def test_what_is_refused_of_the_key_itself(home, plain):
 # ---- what is stated ----------------------------------------------------------------------------------------
 
 
-def test_another_window_takes_all(home, plain):
+def test_a_stated_window_takes_all_weights(home, plain):
     window = {"model__mixer__window": 4, "checkpoint__init_changes": "model.mixer.window"}
     told = trains(home, "window", **plain, **window)
     source = weights(home / "runs" / "plain")
@@ -187,7 +175,7 @@ def test_another_window_takes_all(home, plain):
 
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("layers, gone, new", [(2, {2}, set()), (4, set(), {3})])
-def test_fewer_and_more_layers(home, plain, layers, gone, new):
+def test_other_numbers_of_layers_take_the_first_ones(home, plain, layers, gone, new):
     """The first ones are taken; one that the source does not have begins as in a run without it."""
     settings = {"model__layers": layers, "model__tied": "true"}
     trains(home, f"fresh-{layers}", **settings)
@@ -292,11 +280,11 @@ def test_weights_that_one_side_lacks_are_refused_by_name(home):
     of = {"checkpoint__init_from": source}
     for more in ({}, {"model__mixer__window": 4, "checkpoint__init_changes": "model.mixer.window"}):
         line = refused(home, **of, **more)
-        assert "weights there without a place here: 3 (layers.0.attn.gate.weight, layers.1.attn" in line
+        assert "weights there that are not used here: 3 (layers.0.attn.gate.weight, layers.1.attn" in line
         assert "weights here that are not there: 3 (layers.0.mlp.up.weight, " in line, line
         assert CHANGES in line
     end = job(home, 2, words(home, "refused", {**of, "parallel__pp": 2, "train__micro_batch": 1}))
-    assert end.codes == [2, 2] and "without a place here: 3 (" in end.errors()[0], end.logs
+    assert end.codes == [2, 2] and "that are not used here: 3 (" in end.errors()[0], end.logs
     told = trains(
         home, "consent", **of, checkpoint__init_changes="layers.*.attn.gate.weight,layers.*.mlp.up.weight"
     )
@@ -316,7 +304,7 @@ def pieces(home):
     return home
 
 
-def test_weights_under_another_tokenizer(pieces):
+def test_weights_go_under_another_tokenizer_only_where_it_is_stated(pieces):
     home, source = pieces, pieces / "runs" / "of-a"
     of_b = {"data__path": home / "b", "checkpoint__init_from": source}
     line = refused(home, **of_b)
@@ -329,8 +317,8 @@ def test_weights_under_another_tokenizer(pieces):
     assert "taken" in trains(home, "a-again", data__path=home / "a", checkpoint__init_from=source)
 
 
-def text_of(processor, token_id: int) -> bytes | None:
-    """What an id of a sentencepiece model stands for; None of control tokens and the unknown one."""
+def get_text(processor, token_id: int) -> bytes | None:
+    """The text of an id of a sentencepiece model, or None for control tokens and the unknown one."""
     if processor.is_control(token_id) or processor.is_unknown(token_id):
         return None
     name = processor.id_to_piece(token_id)
@@ -373,13 +361,13 @@ def test_ids_that_the_model_there_has_no_row_of_are_not_taken(tmp_path):
     index = SimpleNamespace(path=tmp_path / "checkpoints" / "step_1", meta={"tokenizer": "f"})
     ids = np.array([3, 0, -1, 7, 5, 4])
     for vocab, want in ((5, [3, 0, -1, -1, -1, 4]), (6, [3, 0, -1, -1, 5, 4]), (99, ids.tolist())):
-        found = same_ids_of(index, SimpleNamespace(vocab=vocab), lambda folder, fingerprint: ids)
+        found = match_token_ids(index, SimpleNamespace(vocab=vocab), lambda folder, fingerprint: ids)
         assert found.tolist() == want
 
 
 @pytest.mark.slow
 def test_rows_go_to_the_tokens_of_the_same_text(pieces):
-    """Of two sentencepiece models: pieces of one text, bytes, and what begins and ends a document."""
+    """Between two sentencepiece models: pieces of one text, bytes, and what begins and ends a document."""
     home, source = pieces, pieces / "runs" / "of-a"
     settings = {"data__path": home / "b", "train__seed": 5}
     trains(home, "fresh-b", **settings)
@@ -387,11 +375,11 @@ def test_rows_go_to_the_tokens_of_the_same_text(pieces):
     told = trains(home, "by-text", **of_a)
 
     there, here = (tokenizer.load_tokenizer(home / f"{name}.model").processor for name in "ab")
-    places = {text_of(there, number): number for number in range(there.vocab_size())}
+    places = {get_text(there, number): number for number in range(there.vocab_size())}
     same_ids = {here.eos_id(): there.eos_id(), here.bos_id(): there.bos_id()}
     for number in range(here.vocab_size()):
-        if text_of(here, number) is not None and text_of(here, number) in places:
-            same_ids[number] = places[text_of(here, number)]
+        if get_text(here, number) is not None and get_text(here, number) in places:
+            same_ids[number] = places[get_text(here, number)]
     moved = sum(other != number for number, other in same_ids.items())
     assert moved > 5 and len(same_ids) < here.vocab_size()
     found, fresh, taken = (weights(home / "runs" / name) for name in ("by-text", "fresh-b", "of-a"))
@@ -420,7 +408,7 @@ def test_rows_go_to_a_tokenizer_of_another_kind_and_size(pieces, tmp_path):
     trains(home, "c-by-text", **of_a, checkpoint__init_changes="data.tokenizer=text")
 
     there = tokenizer.load_tokenizer(home / "a.model").processor
-    places = {text_of(there, number): number for number in range(there.vocab_size())}
+    places = {get_text(there, number): number for number in range(there.vocab_size())}
     here = transformers.AutoTokenizer.from_pretrained(other)
     letters = importlib.import_module("transformers.convert_slow_tokenizer").bytes_to_unicode()
     byte_of = {letter: byte for byte, letter in letters.items()}
@@ -436,7 +424,7 @@ def test_rows_go_to_a_tokenizer_of_another_kind_and_size(pieces, tmp_path):
     shutil.move(home / "runs/of-a/tokenizer", home / "moved")
     line = refused(home, **of_a, checkpoint__init_changes="data.tokenizer=text")
     shutil.move(home / "moved", home / "runs/of-a/tokenizer")
-    assert "of-a/tokenizer is not there" in line and "rows keep their numbers" in line
+    assert "of-a/tokenizer is not there" in line and "rows keep their indices" in line
 
 
 def test_a_resume_under_another_tokenizer_advises_nothing_that_harms(pieces):
@@ -527,7 +515,7 @@ def test_a_hugging_face_folder_is_taken_in_pieces_by_each_rank(pieces):
     assert f"{weight_file}: truncated" in refused(home, **of)
 
 
-def test_an_imported_model(pieces):
+def test_an_imported_model_is_taken_as_a_run_of_ours(pieces):
     """Out and in again: its function and its tokenizer are known, and asked for as those of a run of ours."""
     home, imported = pieces, pieces / "runs" / "imported"
     code, told = program("-m", "scripts.convert", "to-hf", home / "runs" / "of-a", home / "hf")
@@ -544,7 +532,7 @@ def test_an_imported_model(pieces):
     assert "model.norm.eps 1e-05 there and 0.01 here" in refused(home, **of, model__norm__eps=0.01)
     assert "data.tokenizer " in refused(home, **{**of, "data__path": home / "b"})
 
-    # data that contradicts the imported config: to leave data.tokenizer out is no way out
+    # data that contradicts the imported config: to leave data.tokenizer out would not help
     config = ("--config", imported / "config.yaml", "--data.path", home / "b", "--train.dtype", "fp32")
     code, told = program("train.py", *config)
     assert code == 2 and "leave data.tokenizer out" not in told, told

@@ -20,9 +20,8 @@ from config.provenance import checkout_files
 ROOT = pathlib.Path(__file__).parent.parent
 TINY = (
     "--model.layers 1 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 --model.mlp.width 48 "
-    "--train.steps 2 "
-    "--train.seq_len 16 --train.micro_batch 1 --train.global_batch 4 --train.threads 1 --eval.batches 1 "
-    "--eval.every none --eval.sample 0 --data.path corpus --log.name tiny"
+    "--train.steps 2 --train.seq_len 16 --train.micro_batch 1 --train.global_batch 4 --train.threads 1 "
+    "--eval.batches 1 --eval.every none --eval.sample 0 --data.path corpus --log.name tiny"
 ).split()
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
@@ -96,11 +95,8 @@ def test_the_requirements_of_the_wheel_are_those_of_the_files(wheel):
         (name,) = (name for name in file.namelist() if name.endswith("/METADATA"))
         text = file.read(name).decode()
     lines = [line for line in text.splitlines() if line.startswith("Requires-Dist: ")]
-    plain = [
-        line
-        for line in (ROOT / "requirements.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
+    required = (ROOT / "requirements.txt").read_text().splitlines()
+    plain = [line for line in required if line and not line.startswith("#")]
     assert len([line for line in lines if "extra ==" not in line]) == len(plain)
     assert f"\nVersion: {config.version.VERSION}\n" in text and "\nRequires-Python: >=3.10\n" in text
     for extra in ("test", "gpu", "eval", "stores"):
@@ -152,7 +148,7 @@ def test_its_import_changes_nothing_and_a_name_that_is_taken_is_refused(place, t
             print(error)
     """
     out, _ = run(place, tmp_path, "-c", textwrap.dedent(program))
-    assert out.startswith("data is already imported from ") and "process of its own" in out
+    assert out.startswith("data is already imported from ") and "separate process" in out
 
 
 def test_a_notebook_can_use_the_modules(place, tmp_path):
@@ -168,8 +164,7 @@ def test_a_notebook_can_use_the_modules(place, tmp_path):
     """
     out, _ = run(place, tmp_path, "-c", textwrap.dedent(program))
     assert out.splitlines()[0].split() == [
-        "llama3-tiny",
-        str(place / "bevatron" / "config" / "__init__.py"),
+        "llama3-tiny", str(place / "bevatron" / "config" / "__init__.py"),
         str(place / "bevatron" / "data" / "__init__.py"),
     ]
     assert out.splitlines()[1] == config.version.VERSION
@@ -189,6 +184,6 @@ def test_the_command_in_a_clone_is_that_of_the_clone(tmp_path):
     (["train", "lama3-tiny"], 2, "error: lama3-tiny: no such recipe"),
     (["plan", "--help"], 0, "--gpus"),
 ])
-def test_the_command(place, tmp_path, words, code, text):
+def test_the_installed_command_answers(place, tmp_path, words, code, text):
     out, err = run(place, tmp_path, "-m", "bevatron", *words, expect=code)
     assert text in out + err

@@ -4,7 +4,6 @@ loses.
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -13,16 +12,17 @@ import sys
 import time
 
 import pytest
+import run_folder
 from ranks import MODEL, corpus, job
+from waiting import get_state, has_ended, wait_until
 
 import train
 from checkpoint.disk import store
 from durable.peers import PeerWatch
 
-SHORT = (
-    "--parallel.timeout_s",
-    str(5 + 2 * os.getloadavg()[0] / os.cpu_count()),
-)  # for ranks that hang; what dies is found without it
+# for ranks that hang; what dies is found without it
+SHORT = ("--parallel.timeout_s", str(5 + 2 * os.getloadavg()[0] / os.cpu_count()))
+ROOT = pathlib.Path(__file__).parent.parent
 AT_ONCE = 30.0  # seconds between the first rank's end and the last's; a second on a quiet machine
 
 
@@ -46,18 +46,11 @@ def old_reasons(tmp_path):
 
 def reasons(tmp_path, world=2):
     """{rank: exit_reason} of the ranks that left one."""
-    files = {
-        r: tmp_path / "run" / ("exit_reason.json" if r == 0 else f"exit_reason.rank{r}.json")
-        for r in range(world)
-    }
-    return {r: json.loads(f.read_text()) for r, f in files.items() if f.exists()}
-
-
-@pytest.mark.slow
-def test_a_job_that_finishes(tmp_path, args):
-    end = run(tmp_path, [*args, "--parallel.tp", "2"])
-    assert end.codes == [0, 0] and not end.errors(), end.logs
-    assert {r["code"] for r in reasons(tmp_path).values()} == {0}
+    found = {}
+    for rank in range(world):
+        with contextlib.suppress(FileNotFoundError):
+            found[rank] = run_folder.exit_reason(tmp_path / "run", rank)
+    return found
 
 
 @pytest.mark.slow
@@ -69,16 +62,14 @@ def test_a_job_that_finishes(tmp_path, args):
         (("--parallel.zero", "3"), "dp_shard x cp: ranks 0, 1)"),
     ],
 )
-def test_a_killed_rank(tmp_path, args, layout, group):
+def test_a_killed_rank_ends_the_job_and_is_named(tmp_path, args, layout, group):
     end = run(tmp_path, [*args, *layout], fault="step.begin:rank=1:step=3:act=SIGKILL")
     assert end.codes == [1, -9], end.logs
     (line,) = end.errors()
-    assert (
-        line.startswith("error: rank 0 on ")
-        and "lost the connection in " in line
-        and group in line
-        and "at step 3" in line
-    )
+    assert line.startswith("error: rank 0 on ")
+    assert "lost the connection in " in line
+    assert group in line
+    assert "at step 3" in line
     assert "rank 1 on " in line.split("; ")[1] and "is gone" in line
     assert end.seconds < AT_ONCE and reasons(tmp_path)[0]["code"] == 1 and "Traceback" not in end.logs[0]
 
@@ -86,26 +77,19 @@ def test_a_killed_rank(tmp_path, args, layout, group):
 def test_a_stopped_rank_is_found_named_and_ended(tmp_path, args):
     """Rank 0: what it cannot write any more, the first that missed it does."""
     old_reasons(tmp_path)
-    end = run(
-        tmp_path,
-        [*args, *SHORT, "--parallel.tp", "2", "--parallel.pp", "2"],
-        world=4,
-        fault="step.begin:rank=0:step=3:act=SIGSTOP",
-    )
+    layout = ("--parallel.tp", "2", "--parallel.pp", "2")
+    end = run(tmp_path, [*args, *SHORT, *layout], world=4, fault="step.begin:rank=0:step=3:act=SIGSTOP")
     assert end.codes == [-9, 76, 76, 76], end.logs
     lines = end.errors()
-    assert [line.split()[2] for line in lines] == ["1", "2", "3"] and all(
-        "rank 0 on " in line and "no sign of life" in line for line in lines
-    )
+    assert [line.split()[2] for line in lines] == ["1", "2", "3"]
+    assert all("rank 0 on " in line and "does not respond" in line for line in lines)
     assert all("in group " in line and "no answer for " in line for line in lines)
     assert end.seconds < AT_ONCE
     found = reasons(tmp_path, 4)
-    assert {r: x["code"] for r, x in found.items()} == {0: 76, 1: 76, 2: 76, 3: 76} and all(
-        x["requeue"] for x in found.values()
-    )
-    assert {file.name for file in (tmp_path / "run").glob("stacks.*")} == {
-        f"stacks.rank{rank}.txt" for rank in (1, 2, 3)
-    }
+    assert {r: x["code"] for r, x in found.items()} == {0: 76, 1: 76, 2: 76, 3: 76}
+    assert all(x["requeue"] for x in found.values())
+    stacks = sorted(file.name for file in (tmp_path / "run").glob("stacks.*"))
+    assert stacks == [f"stacks.rank{rank}.txt" for rank in (1, 2, 3)]
     assert found[0]["rank"] in (1, 2, 3) and not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
 
@@ -114,7 +98,7 @@ def test_a_killed_first_rank_is_told_of_by_another(tmp_path, args):
     old_reasons(tmp_path)
     end = run(tmp_path, [*args, "--parallel.tp", "2"], fault="step.begin:rank=0:step=3:act=SIGKILL")
     assert end.codes == [-9, 1], end.logs
-    job = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
+    job = run_folder.exit_reason(tmp_path / "run")
     assert (job["code"], job["requeue"], job["rank"]) == (1, True, 1) and "rank 0 on " in job["reason"]
     assert not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
@@ -125,14 +109,7 @@ LAUNCHERS = {
 }
 
 
-def state_of(pid):
-    """R, S, T (stopped), Z (has ended); None: there is no such process."""
-    with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return None
-
-
-def ranks_of(launcher):
+def make_ranks(launcher):
     """{rank: process id} of the ranks that it has started."""
     found = {}
     for pid in pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
@@ -147,13 +124,6 @@ def last_exchanges(stacks):
     return stacks.partition("Last exchanges, the newest at the end:\n")[2].partition("\n\n")[0]
 
 
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", list(LAUNCHERS))
 def test_a_frozen_host_of_the_store_holds_up_nobody(real_starts, tmp_path, args, how):
@@ -165,24 +135,23 @@ def test_a_frozen_host_of_the_store_holds_up_nobody(real_starts, tmp_path, args,
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "step.begin:rank=0:step=3:act=SIGSTOP"}
     log = tmp_path / "log"
     with open(log, "w") as out:
-        root = pathlib.Path(__file__).parent.parent
-        launcher = subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=out)
+        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     ranks = {}
     try:
-        assert wait_until(lambda: len(ranks_of(launcher.pid)) == 2, 120), log.read_text()
-        ranks = ranks_of(launcher.pid)
-        assert wait_until(lambda: state_of(ranks[0]) == "T", 120), log.read_text()
+        assert wait_until(lambda: len(make_ranks(launcher.pid)) == 2, 120), log.read_text()
+        ranks = make_ranks(launcher.pid)
+        assert wait_until(lambda: get_state(ranks[0]) == "T", 120), log.read_text()
         launcher.send_signal(signal.SIGSTOP)
         began = time.monotonic()
-        assert wait_until(lambda: state_of(ranks[1]) in ("Z", None), 120), log.read_text()
+        assert wait_until(lambda: has_ended(ranks[1]), 120), log.read_text()
         assert time.monotonic() - began < float(SHORT[1]) + AT_ONCE
 
         (line,) = [line for line in log.read_text().splitlines() if line.startswith("error:")]
         assert line.startswith("error: rank 1 on ") and " in group tp (ranks 0, 1) at step 3" in line
-        assert "the job's store gave no answer" in line
-        for name in ("exit_reason.json", "exit_reason.rank1.json"):
-            reason = json.loads((tmp_path / "run" / name).read_text())
+        assert "the job's store did not answer" in line
+        for reason in reasons(tmp_path).values():
             assert (reason["code"], reason["requeue"], reason["rank"]) == (76, True, 1)
+        assert len(reasons(tmp_path)) == 2
         stacks = (tmp_path / "run" / "stacks.rank1.txt").read_text()
         assert stacks.startswith("rank 1 on ") and ": in all_reduce of " in stacks.splitlines()[0]
         assert stacks.splitlines()[0].endswith(" bytes in group tp (ranks 0, 1) at step 3")
@@ -207,11 +176,9 @@ def test_a_frozen_host_of_the_store_holds_up_nobody(real_starts, tmp_path, args,
 def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
     end = run(tmp_path, [*args, *SHORT, "--parallel.tp", "2"], fault="step.begin:rank=1:step=3:act=sleep=100")
     assert end.codes == [76, 76], end.logs
-    assert (
-        "rank 1 on " in end.errors()[0]
-        and "is in no exchange at step 3" in end.errors()[0]
-        and "faults.py" in end.errors()[0]
-    )
+    assert "rank 1 on " in end.errors()[0]
+    assert "is in no exchange at step 3" in end.errors()[0]
+    assert "faults.py" in end.errors()[0]
     stacks = [(tmp_path / "run" / f"stacks.rank{rank}.txt").read_text() for rank in range(2)]
     assert all(" in group tp at step 2, " in last_exchanges(text) for text in stacks)
     # rank 0 failed in its exchange, and rank 1 is in none: its main thread sleeps where the fault is
@@ -237,41 +204,34 @@ def test_a_rank_that_is_slow_to_answer_is_not_killed(tmp_path, args, monkeypatch
     monkeypatch.setattr(PeerWatch, "describe_state", late)  # ranks are forked from this process
     end = run(tmp_path, [*args, *SHORT, "--parallel.tp", "2"], fault="step.begin:rank=1:step=3:act=sleep=100")
     assert end.codes == [76, 76], end.logs
-    assert "is in no exchange at step 3" in end.errors()[0] and "no sign of life" not in end.errors()[0]
+    assert "is in no exchange at step 3" in end.errors()[0] and "does not respond" not in end.errors()[0]
     assert {x["code"] for x in reasons(tmp_path).values()} == {76} and len(reasons(tmp_path)) == 2
     assert len(list((tmp_path / "run").glob("stacks.rank*.txt"))) == 2
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_for_less_than_the_timeout_goes_on(tmp_path, args):
+def test_a_rank_that_is_stopped_for_less_than_the_timeout_continues(tmp_path, args):
     def wake(pids):
-        while "T" not in open(f"/proc/{pids[1]}/stat").read().rpartition(")")[2].split()[0]:
-            time.sleep(0.02)
+        wait_until(lambda: get_state(pids[1]) == "T")
         time.sleep(1)
         os.kill(pids[1], signal.SIGCONT)
 
-    end = run(
-        tmp_path, [*args, "--parallel.tp", "2"], fault="step.begin:rank=1:step=3:act=SIGSTOP", meanwhile=wake
-    )
+    fault = "step.begin:rank=1:step=3:act=SIGSTOP"
+    end = run(tmp_path, [*args, "--parallel.tp", "2"], fault=fault, meanwhile=wake)
     assert end.codes == [0, 0] and not end.errors(), end.logs
+    assert [reason["code"] for reason in reasons(tmp_path).values()] == [0, 0]
 
 
 @pytest.mark.slow
 def test_an_exception_on_one_rank_takes_all_out_at_once(tmp_path, args):
-    end = run(
-        tmp_path,
-        [*args, "--parallel.tp", "2", "--parallel.pp", "2"],
-        world=4,
-        fault="step.begin:rank=2:step=3:act=raise",
-    )
+    fault = "step.begin:rank=2:step=3:act=raise"
+    end = run(tmp_path, [*args, "--parallel.tp", "2", "--parallel.pp", "2"], world=4, fault=fault)
     assert end.codes == [1, 1, 1, 1], end.logs
     assert "InjectedFault: injected at step.begin, step 3" in end.logs[2] and "Traceback" in end.logs[2]
     for rank in (0, 1, 3):
         assert end.logs[rank].count("error:") == 1 and "Traceback" not in end.logs[rank]
-        assert (
-            "because of rank 2 on " in end.logs[rank]
-            and "InjectedFault: injected at step.begin" in end.logs[rank]
-        )
+        assert "because of rank 2 on " in end.logs[rank]
+        assert "InjectedFault: injected at step.begin" in end.logs[rank]
     assert end.seconds < AT_ONCE
     assert {x["code"] for x in reasons(tmp_path, 4).values()} == {1} and len(reasons(tmp_path, 4)) == 4
     assert not any(x["requeue"] for x in reasons(tmp_path, 4).values())  # an error of the code comes again
@@ -279,13 +239,9 @@ def test_an_exception_on_one_rank_takes_all_out_at_once(tmp_path, args):
 
 @pytest.mark.slow
 def test_the_cause_decides_every_rank_s_code(tmp_path, args):
-    end = run(
-        tmp_path,
-        [*args, "--parallel.tp", "2", "--checkpoint.every", "2"],
-        fault="step.begin:rank=1:step=3:act=ENOSPC",
-    )
+    end = run(tmp_path, [*args, "--parallel.tp", "2"], fault="step.begin:rank=1:step=3:act=ENOSPC")
     assert end.codes == [82, 82], end.logs
-    assert {x["code"] for x in reasons(tmp_path).values()} == {82}
+    assert [reason["code"] for reason in reasons(tmp_path).values()] == [82, 82]
 
 
 @pytest.mark.slow
@@ -305,55 +261,41 @@ def test_two_ranks_stop_at_the_same_step(tmp_path, args, how):
     ((_, path),) = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
     assert store.read_meta(path)["step"] == at and not (tmp_path / "run" / "STOP").exists()
     assert {x["code"] for x in reasons(tmp_path).values()} == {75} and len(reasons(tmp_path)) == 2
-    assert run(tmp_path, args).codes == [0, 0]  # and goes on under another layout
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
+    assert run(tmp_path, args).codes == [0, 0]  # and continues under another layout
+    assert list(run_folder.losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+
+
+HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
+
+
+def torchrun_command(tmp_path, args, *options):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return [*torchrun, *options, "train.py", *args, "--log.dir", str(tmp_path), "--log.name", "run"]
 
 
 @pytest.mark.slow
 def test_a_sigterm_to_torchrun_saves_on_every_rank(tmp_path, args):
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--signals-to-handle",
-        "SIGTERM,SIGINT,SIGUSR1",
-        "train.py",
-    ]
-    agent = subprocess.Popen(
-        [*torchrun, *args, "--train.steps", "100000", "--log.dir", str(tmp_path), "--log.name", "run"],
-        cwd=pathlib.Path(__file__).parent.parent,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    command = torchrun_command(tmp_path, [*args, "--train.steps", "100000"], *HANDLED)
+    agent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        rows, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-        while not (rows.exists() and '"step": 2,' in rows.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        rows = tmp_path / "run" / "metrics.jsonl"
+        assert wait_until(lambda: rows.exists() and '"step": 2,' in rows.read_text(), 120)
         agent.send_signal(signal.SIGTERM)
         agent.wait(60)
     finally:
         agent.kill()
         agent.wait()
     assert {r: x["code"] for r, x in reasons(tmp_path).items()} == {0: 75, 1: 75}
-    ((step, _),) = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
-    assert step >= 2 and step == json.loads(rows.read_text().splitlines()[-1])["step"]
+    (step,) = run_folder.saved_steps(tmp_path / "run")
+    assert step >= 2 and step == run_folder.rows(tmp_path / "run")[-1]["step"]
 
 
 def torchrun(tmp_path, args, *options, fault=""):
     """train.py on two ranks of a real torchrun -> (its exit code, what it and they printed)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, *options, "train.py", *args, "--log.dir", str(tmp_path), "--log.name", "run"],
-        cwd=pathlib.Path(__file__).parent.parent,
+        torchrun_command(tmp_path, args, *options), cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
     )
     return done.returncode, done.stdout
 
@@ -361,11 +303,9 @@ def torchrun(tmp_path, args, *options, fault=""):
 @pytest.mark.slow
 @pytest.mark.parametrize("handled", [False, True])
 def test_a_torchrun_that_passes_no_sigusr1_on_is_told_of(tmp_path, args, handled):
-    options = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1") if handled else ()
-    code, text = torchrun(tmp_path, [*args, "--train.steps", "1"], *options)
+    code, text = torchrun(tmp_path, [*args, "--train.steps", "1"], *(HANDLED if handled else ()))
     assert code == 0, text
-    warned = text.count("warning: SIGUSR1 would end this torchrun")
-    assert warned == (0 if handled else 1)
+    assert text.count("warning: SIGUSR1 would end this torchrun") == (0 if handled else 1)
 
 
 @pytest.mark.slow
@@ -377,26 +317,19 @@ def test_a_store_of_an_earlier_start_is_not_believed(tmp_path, args):
     fault = "ckpt.pre_purge:rank=0:step=3:act=SIGKILL"
     code, text = torchrun(tmp_path, [*args, *more], "--max-restarts", "1", fault=fault)
     assert code == 0 and text.count("fault ckpt.pre_purge: rank 0 step 3") == 1, text
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert list(run_folder.losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
     assert {reason["code"] for reason in reasons(tmp_path).values()} == {0}
 
 
 @pytest.mark.slow
 def test_out_of_memory_on_one_rank_is_that_of_all(tmp_path, args):
-    end = run(
-        tmp_path,
-        [*args, "--parallel.tp", "2", "--checkpoint.every", "2"],
-        fault="step.backward:rank=1:step=3:act=ENOMEM",
-    )
+    more = ("--parallel.tp", "2", "--checkpoint.every", "2")
+    end = run(tmp_path, [*args, *more], fault="step.backward:rank=1:step=3:act=ENOMEM")
     assert end.codes == [81, 81], end.logs
     told = "out of memory: MemoryError: injected at step.backward, step 3; "
     assert all(told in line for line in end.errors()) and len(end.errors()) == 2
     assert "the fullest rank holds" in end.logs[1]
-    assert {r: (x["code"], x["requeue"]) for r, x in reasons(tmp_path).items()} == {
-        0: (81, False),
-        1: (81, False),
-    }
+    assert [(reason["code"], reason["requeue"]) for reason in reasons(tmp_path).values()] == [(81, False)] * 2
     assert end.seconds < AT_ONCE
     ((step, path),) = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
     assert step == 2 and store.verify(path).step == 2
@@ -423,13 +356,8 @@ def test_a_read_that_never_ends_is_a_hang(tmp_path, args):
     """As on a file system of a server that has gone: one process, whose reader does not come back."""
     words = [*args, "--log.dir", str(tmp_path), "--log.name", "run", *SHORT]
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING, *words],
-        cwd=pathlib.Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    command = [sys.executable, "-c", HANGING, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 76, done.stdout + done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "data.path: the samples of step " in line and "were not read in " in line

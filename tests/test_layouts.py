@@ -12,8 +12,7 @@ from config.reading.tiny import tiny_config
 from lab.proof.verify.trial import prove
 
 CUTS = [
-    dict(pp=4, stages="3,2,2,1"),
-    dict(pp=2, stages="1,7", schedule="gpipe", zero=3),
+    dict(pp=4, stages="3,2,2,1"), dict(pp=2, stages="1,7", schedule="gpipe", zero=3),
     dict(pp=2, stages="2,1,4,1", schedule="interleaved", zero=1),
     dict(pp=2, stages="6,2", schedule="zb-h1", tp=2, sp=True),
     dict(pp=2, stages="1,4,2,1", schedule="zb-v", zero=2),
@@ -33,7 +32,7 @@ def proved(pool, folder, name: str, parallel: dict, **model) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", CUTS, ids=str)
-def test_stages_cut_by_hand(ranks, tmp_path, parallel):
+def test_stages_cut_by_hand_train_the_same(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)
 
 
@@ -83,7 +82,7 @@ AGAIN = [
 
 @pytest.mark.slow(core=[str(AGAIN[at]) for at in (0, 6, 9)])
 @pytest.mark.parametrize("parallel", AGAIN, ids=str)
-def test_recompute(ranks, tmp_path, parallel):
+def test_recomputing_trains_the_same(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "gpt2-tiny" if parallel.get("pp") == 2 else "llama3-tiny", parallel)
 
 
@@ -111,7 +110,7 @@ def test_recompute_that_does_not_exist_is_refused(keys, says):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", AWAY, ids=str)
-def test_offload(ranks, tmp_path, parallel):
+def test_offloading_trains_the_same(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)
 
 

@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 from ranks import MODEL, corpus, job
-from test_resume import STEPS, run, story, weights
+from test_resume import STEPS, leftovers, run, story, weights
 
 from checkpoint.disk import store
 from scripts import scrub
@@ -59,7 +59,7 @@ def same_as(folder: pathlib.Path, plain: pathlib.Path) -> None:
     assert story(folder) == story(plain) and weights(folder) == weights(plain)
     for path in checkpoints(folder):
         store.verify(path)
-    assert not [p for p in (folder / "checkpoints").iterdir() if ".tmp" in p.name or ".trash" in p.name]
+    assert not leftovers(folder)
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_what_a_skipped_step_left_alone_is_linked(home, plain, keep, which):
 
 
 @pytest.mark.slow
-def test_written_in_a_thread(home, plain):
+def test_a_save_in_a_thread_links_too(home, plain):
     assert save_all(home, "thread", 9, extra=("--checkpoint.async_save", "true")) == 0
     same_as(home / "thread", plain)
     assert [step for step in range(1, STEPS + 1) if linked(checkpoints(home / "thread")[-step])] == [4, 6]
@@ -84,7 +84,7 @@ def test_written_in_a_thread(home, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["post_shard", "pre_index", "pre_rename", "post_rename"])
 def test_killed_between_the_link_and_the_end_of_the_save(home, plain, point):
-    """The next start goes on from the checkpoint that was linked to, or from the linked one."""
+    """The next start continues from the checkpoint that was linked to, or from the linked one."""
     assert save_all(home, point, 5, f"ckpt.{point}:step=4:act=SIGKILL") == -9
     assert store.newest_checkpoint(home / point / "checkpoints").name == (
         "step_00000004" if point == "post_rename" else "step_00000003"
@@ -147,7 +147,7 @@ def test_without_hard_links_all_is_written(home, plain, monkeypatch):
 
 @pytest.mark.slow
 def test_a_flipped_byte_of_a_linked_file_and_the_start_after_it(home, plain, capsys):
-    """Steps 5 and 6 are damaged, scrub names both, and the run goes on from 4."""
+    """Steps 5 and 6 are damaged, scrub names both, and the run continues from 4."""
     assert save_all(home, "flipped", 9, "step.begin:step=7:act=SIGKILL") == -9
     folder = home / "flipped"
     newest = checkpoints(folder)[0]

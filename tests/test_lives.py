@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import fake_wandb
 import numpy as np
 import pytest
+import run_folder
 from ranks import job
 from test_resume import run
 
@@ -24,32 +25,17 @@ from checkpoint import state
 from checkpoint.disk import store
 from data import loader, tokenizer
 from data.indexed import IndexedDatasetWriter
-from data.remote import path_of_url
+from data.remote import url_path
 
 LETTERS = 6000  # of the train split, in which a few letters are at one place alone
 RECIPE = ["llama3-tiny"]
 BASE = {
-    "model.layers": 1,
-    "model.hidden": 16,
-    "model.mixer.heads": 2,
-    "model.mixer.kv_heads": 2,
-    "model.mlp.width": 16,
-    "train.steps": 24,
-    "train.seq_len": 16,
-    "train.micro_batch": 2,
-    "train.global_batch": 4,
-    "train.threads": 1,
-    "checkpoint.every": "none",
-    "checkpoint.keep_at": "2,3,4,5,6,8,9",
-    "eval.every": 3,
-    "eval.batches": 1,
-    "eval.sample": 0,
-    "optim.lr": 1e-3,
-    "optim.min_lr": 1e-4,
-    "optim.warmup": 2,
-    "optim.decay": "cosine",
-    "data.tokenizer": "bytes",
-    "data.split": "80,20,0",
+    "model.layers": 1, "model.hidden": 16, "model.mixer.heads": 2, "model.mixer.kv_heads": 2,
+    "model.mlp.width": 16, "train.steps": 24, "train.seq_len": 16, "train.micro_batch": 2,
+    "train.global_batch": 4, "train.threads": 1, "checkpoint.every": "none",
+    "checkpoint.keep_at": "2,3,4,5,6,8,9", "eval.every": 3, "eval.batches": 1, "eval.sample": 0,
+    "optim.lr": 1e-3, "optim.min_lr": 1e-4, "optim.warmup": 2, "optim.decay": "cosine",
+    "data.tokenizer": "bytes", "data.split": "80,20,0",
 }
 
 
@@ -62,7 +48,7 @@ SCHEDULE = ("optim.lr", "optim.min_lr", "optim.warmup", "optim.decay", "optim.de
 
 @dataclass(frozen=True)
 class Part:
-    """What is stated from a step on, and what holds there. ramp_seen: sequences of a ramp that goes on."""
+    """The keys stated from a step on, and all keys there. ramp_seen: sequences of a ramp that continues."""
 
     after: int
     stated: dict
@@ -88,9 +74,7 @@ class Plan:
         keys = {**self.parts[-1].keys, **({} if ramp_seen else {"train.ramp": None})}
         if any(key in SCHEDULE for key in stated):
             keys["optim.decay_steps"] = None
-        return Plan(
-            self.steps, (*self.parts, Part(after, stated, {**keys, **stated}, ramp_seen)), self.ends
-        )
+        return Plan(self.steps, (*self.parts, Part(after, stated, {**keys, **stated}, ramp_seen)), self.ends)
 
     def part_of(self, step: int) -> Part:
         return [part for part in self.parts if part.after < step][-1]
@@ -108,7 +92,7 @@ class Plan:
         return stated or self.ends.get(schedule.after) or (later or [self.steps])[0]
 
     def rate(self, step: int) -> float:
-        """Of an update: a warmup of at most a tenth of the schedule, from the rate before; then the decay."""
+        """The rate of an update: a warmup of at most a tenth of the schedule, then the decay."""
         schedule = [part for part in self.schedules() if part.after < step][-1]
         keys, length, now = schedule.keys, self.end_of(schedule) - schedule.after, step - schedule.after
         warmup, peak, low = min(keys["optim.warmup"], length // 10), keys["optim.lr"], keys["optim.min_lr"]
@@ -125,7 +109,7 @@ class Plan:
         return peak + (low - peak) * min(1.0, max(0.0, share))
 
     def sequences(self, step: int) -> int:
-        """Of a step: Megatron's --rampup-batch-size, as test_ramp.py has it."""
+        """The sequences of a step: Megatron's --rampup-batch-size, as test_ramp.py has it."""
         part = self.part_of(step)
         size = part.keys["train.global_batch"]
         if not part.keys.get("train.ramp"):
@@ -136,12 +120,12 @@ class Plan:
         return size if seen > samples else min(size, start + more * (seen * rises // samples))
 
     def tokens(self, step: int) -> int:
-        """Of the run, after a step."""
+        """The tokens of the run after a step."""
         steps = range(1, step + 1)
         return sum(self.sequences(s) * self.part_of(s).keys["train.seq_len"] for s in steps)
 
     def flops(self, step: int) -> float:
-        """Of the run, after a step."""
+        """The FLOPs of the run after a step."""
         steps = range(1, step + 1)
         lengths = [self.part_of(s).keys["train.seq_len"] for s in steps]
         return sum(self.sequences(s) * length * flops_of_token(length) for s, length in zip(steps, lengths))
@@ -161,8 +145,9 @@ class Plan:
         if not [key for key, value in changes.items() if key in again or here.keys.get(key) != value]:
             return plan
         seen = here.ramp_seen + sum(self.sequences(s) for s in range(here.after + 1, step + 1))
-        goes_on = here.keys.get("train.ramp") and not {"train.global_batch", "train.ramp"} & set(changes)
-        return plan.then(step, changes, seen if goes_on else 0)
+        is_continuation = here.keys.get("train.ramp") and not {"train.global_batch",
+                                                               "train.ramp"} & set(changes)
+        return plan.then(step, changes, seen if is_continuation else 0)
 
 
 def flops_of_token(length: int) -> float:
@@ -205,7 +190,7 @@ class Start:
 
 @dataclass
 class Told:
-    """What a folder must say: {step: rate}, {step: tokens}, steps of validations; how far it is."""
+    """The expected content of a folder: {step: rate}, {step: tokens}, steps of validations, the last step."""
 
     plan: Plan
     rates: dict
@@ -271,7 +256,7 @@ class Lives:
         return [*recipe, *(word for key, value in words.items() for word in (f"--{key}", str(value)))]
 
     def expected(self, start: Start) -> Told:
-        """What the folder must say after this start."""
+        """The expected content of the folder after this start."""
         own = self.told.get(start.name)
         folder, step = start.source
         source = self.told.get(folder)
@@ -303,26 +288,24 @@ class Lives:
 
     def compare(self, start: Start) -> None:
         told, folder = self.told[start.name], self.home / start.name
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        steps = [row for row in rows if "loss" in row]
+        steps, validations = run_folder.steps(folder), run_folder.validations(folder)
         assert [row["step"] for row in steps] == list(told.rates)
         assert [row["lr"] for row in steps] == pytest.approx(list(told.rates.values()), rel=1e-12)
         assert [row["tokens"] for row in steps] == list(told.tokens.values())
         of_token = [flops_of_token(told.plan.part_of(row["step"]).keys["train.seq_len"]) for row in steps]
         rates = [1e12 * row["tflops_per_gpu"] / row["tokens_per_s_per_gpu"] for row in steps]
         assert rates == pytest.approx(of_token, rel=1e-9)
-        validated = [row["step"] for row in rows if "val_loss" in row]
-        assert sorted(told.validations) == validated
+        assert sorted(told.validations) == [row["step"] for row in validations]
 
         self.compare_samples(told, {row["step"] for row in steps})
-        summary = json.loads((folder / "summary.json").read_text())
-        later = [row for row in rows if "val_loss" in row and row["step"] > 0]
+        summary = run_folder.summary(folder)
+        later = [row for row in validations if row["step"] > 0]
         best = min(later, key=lambda row: row["val_loss"], default=None)
         assert summary["step"] == told.last and summary["tokens"] == told.tokens[told.last]
         assert summary["flops"] == pytest.approx(told.plan.flops(told.last), rel=1e-9)
         assert summary["finished"] is (start.stop is None)
         assert summary["train_loss"] == steps[-1]["loss"]
-        assert summary["validation"] == [row for row in rows if "val_loss" in row][-1]
+        assert summary["validation"] == validations[-1]
         assert summary["best_validation"] == best
         assert ("branch" in summary) and bool(summary["branch"]) == (start.begins == "branch")
 
@@ -383,10 +366,7 @@ LIVES = {
         Start("linear", LOW, "branch", ("trunk", 6)),
         Start("again", {"optim.lr": 2e-4, "train.seq_len": 32}, "branch", ("linear", 8)),
     ),
-    "branch in a ramp": (
-        Start("trunk", RAMP),
-        Start("rate", {"optim.lr": 5e-4}, "branch", ("trunk", 2)),
-    ),
+    "branch in a ramp": (Start("trunk", RAMP), Start("rate", {"optim.lr": 5e-4}, "branch", ("trunk", 2))),
     "stopped at a boundary with a validation due": (
         Start("phased", phases=LATER, stop=6),
         Start("phased", phases=LATER),
@@ -434,10 +414,7 @@ LIVES = {
         Start("tuned", {**LOW, "train.steps": 5}, "init_from", ("trunk", 9), stop=3),
         Start("tuned", {**LOW, "train.steps": 5}),
     ),
-    "another horizon": (
-        Start("run", {"train.steps": 12}),
-        Start("run", {"train.steps": 21}),
-    ),
+    "another horizon": (Start("run", {"train.steps": 12}), Start("run", {"train.steps": 21})),
     "a phase that is added": (
         Start("run", stop=4),
         Start("run", {"optim.decay_steps": 24}, phases=({"after_steps": 8, "optim.lr": 5e-4},)),
@@ -451,9 +428,7 @@ LIVES = {
         Start("run", phases=({"after_steps": 4, "train.global_batch": 4}, dict(reversed(LATER[0].items())))),
         Start("run", phases=LATER),
     ),
-    "a phase that cuts a ramp off": (
-        Start("run", RAMP, phases=({"after_steps": 3, "optim.lr": 5e-4},)),
-    ),
+    "a phase that cuts a ramp off": (Start("run", RAMP, phases=({"after_steps": 3, "optim.lr": 5e-4},)),),
     "a first phase of two ranks, and one to go on": (
         Start("run", {"parallel.tp": 2}, phases=ONE_RANK, stop=8, world=2),
         Start("run", {"parallel.tp": 2}, phases=ONE_RANK),
@@ -469,16 +444,14 @@ LIVES = {
         Start("run", ELASTIC, phases=WIDER, stop=8, world=3),
         Start("run", ELASTIC, phases=WIDER, world=2),
     ),
-    "a horizon beyond the schedule": (
-        Start("run", {"optim.decay_steps": 12, "train.steps": 15}),
-    ),
+    "a horizon beyond the schedule": (Start("run", {"optim.decay_steps": 12, "train.steps": 15}),),
 }
 CORE = ["branch", "branch in a ramp", "stopped at a boundary with a validation due"]
 
 
 @pytest.mark.slow(core=CORE)
 @pytest.mark.parametrize("life", LIVES.values(), ids=LIVES)
-def test_a_life(tmp_path, monkeypatch, life):
+def test_a_life_says_what_the_pages_say(tmp_path, monkeypatch, life):
     lives = Lives(tmp_path, monkeypatch)
     for start in life:
         lives.start(start)
@@ -498,8 +471,8 @@ def test_a_batch_that_is_refused_at_a_resume_names_the_branch_that_changes_it(tm
     advice = re.search(r"train\.py --log\.name OTHER (--checkpoint\.branch .*?);", line)[1].split()
     lives.name = "wider"
     assert run(tmp_path, "wider", args=advice) == 0, (tmp_path / "wider.log").read_text()
-    rows = [json.loads(line) for line in (tmp_path / "wider" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["tokens"] for row in rows if "loss" in row][:2] == [4 * 64 + 128, 4 * 64 + 2 * 128]
+    tokens = [row["tokens"] for row in run_folder.steps(tmp_path / "wider")]
+    assert tokens[:2] == [4 * 64 + 128, 4 * 64 + 2 * 128]
 
 
 def test_a_stopped_run_shows_no_text_of_the_untrained_model(tmp_path, monkeypatch):
@@ -510,7 +483,7 @@ def test_a_stopped_run_shows_no_text_of_the_untrained_model(tmp_path, monkeypatc
     assert run(tmp_path, "short", "step.begin:step=2:act=SIGTERM", args=words) == 75
     (line,) = [line for line in (tmp_path / "short.log").read_text().splitlines() if "stopped after" in line]
     assert "sample" not in line
-    assert json.loads((tmp_path / "short" / "summary.json").read_text())["best_validation"] is None
+    assert run_folder.summary(tmp_path / "short")["best_validation"] is None
 
     lives.name = "short"
     assert run(tmp_path, "short", args=words) == 0
@@ -555,30 +528,26 @@ def two_ranks(tmp_path_factory):
     """`trunk`: its first phase ran with tp 2 on two ranks, and it was stopped after its step 5."""
     home = tmp_path_factory.mktemp("two")
     write_letters(home)
-    end = job(home, 2, [*words_of(home, "trunk"), *TWO], fault="step.begin:step=5:act=SIGTERM")
+    end = job(home, 2, [*to_arguments(home, "trunk"), *TWO], fault="step.begin:step=5:act=SIGTERM")
     assert end.codes == [75, 75], end.logs
     return home
 
 
-def words_of(home, name: str, phases: str | None = PAST_LAYOUT) -> list[str]:
+def to_arguments(home, name: str, phases: str | None = PAST_LAYOUT) -> list[str]:
     settings = {**BASE, "data.path": home / "text", "log.dir": home, "log.name": name, "train.steps": 7}
     words = [*RECIPE, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
     return [*words, *(("--train.phases", phases) if phases else ())]
 
 
-def rows_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_resume_needs_no_ranks_of_a_phase_that_is_past(two_ranks, tmp_path):
     shutil.copytree(two_ranks / "trunk", tmp_path / "trunk")
-    words = [*words_of(two_ranks, "trunk"), *TWO]
+    words = [*to_arguments(two_ranks, "trunk"), *TWO]
     assert run(tmp_path, "trunk", args=words) == 0, (tmp_path / "trunk.log").read_text()
-    assert [row["step"] for row in rows_of(tmp_path / "trunk") if "loss" in row] == list(range(1, 8))
+    assert list(run_folder.losses(tmp_path / "trunk")) == list(range(1, 8))
 
 
 def branch_of(home, name: str, *words: str) -> str:
-    """What a branch of trunk@3 says on one rank; it must end."""
+    """Run a branch of trunk@3 on one rank to its end, and return its log."""
     settings = ("--checkpoint.branch", f"{home / 'trunk'}@3", *TWO[:1], "1", *words)
     assert run(home, name, args=settings) == 0, (home / f"{name}.log").read_text()
     return (home / f"{name}.log").read_text()
@@ -586,10 +555,9 @@ def branch_of(home, name: str, *words: str) -> str:
 
 def test_a_branch_needs_no_ranks_of_its_source_and_makes_its_validation_in_the_new_layout(two_ranks):
     assert "left out" not in branch_of(two_ranks, "branch", "--optim.lr", "5e-4")
-    found = rows_of(two_ranks / "branch")
-    assert [row["step"] for row in found if "loss" in row] == [4, 5, 6, 7]
-    of_step_3 = [row["val_loss"] for name in ("trunk", "branch") for row in rows_of(two_ranks / name)
-                 if row["step"] == 3 and "val_loss" in row]
+    assert list(run_folder.losses(two_ranks / "branch")) == [4, 5, 6, 7]
+    of_step_3 = [row["val_loss"] for name in ("trunk", "branch")
+                 for row in run_folder.validations(two_ranks / name) if row["step"] == 3]
     assert len(of_step_3) == 2 and of_step_3[0] == pytest.approx(of_step_3[1], rel=1e-6)
 
 
@@ -598,14 +566,14 @@ def test_a_validation_that_no_layout_of_these_ranks_can_make_is_left_out_with_a_
     words = ("--train.micro_batch", "3", "--train.global_batch", "3")
     log = " ".join(branch_of(two_ranks, "threes", *words).split())
     assert "the validation of step 3 is left out: parallel.tp*pp*cp*dp_rep = 2*1*1*1" in log
-    assert [row["step"] for row in rows_of(two_ranks / "threes") if "val_loss" in row] == [6, 7]
+    assert [row["step"] for row in run_folder.validations(two_ranks / "threes")] == [6, 7]
 
 
 def test_data_that_only_a_past_phase_has_read_may_be_gone(tmp_path):
     (tmp_path / "first").mkdir()
     write_letters(tmp_path), write_letters(tmp_path / "first")
     phases = json.dumps([{"after_steps": 3, "data.path": str(tmp_path / "text")}])
-    words = [*words_of(tmp_path, "run", phases), "--data.path", str(tmp_path / "first" / "text")]
+    words = [*to_arguments(tmp_path, "run", phases), "--data.path", str(tmp_path / "first" / "text")]
     assert run(tmp_path, "run", "step.begin:step=5:act=SIGTERM", args=words) == 75
     shutil.rmtree(tmp_path / "first")
     assert run(tmp_path, "run", args=words) == 0, (tmp_path / "run.log").read_text()
@@ -650,16 +618,14 @@ def test_a_damaged_shard_comes_again_from_the_mirror(tmp_path, monkeypatch, dama
     assert run(tmp_path, "lost", args=words) == 0, (tmp_path / "lost.log").read_text()
     log = " ".join((tmp_path / "lost.log").read_text().split())
     assert "cannot be repaired from its store: " in log and "resumed from" in log and "at step 6" in log
-    found = [[(row["step"], row["loss"]) for row in rows_of(tmp_path / name) if "loss" in row]
-             for name in ("run", "lost")]
-    assert found[0] == found[1]
+    assert run_folder.losses(tmp_path / "run") == run_folder.losses(tmp_path / "lost")
 
 
 def test_a_warmup_that_is_cut_is_said(tmp_path):
-    """Of whatever states it: the command line, a phase, a branch. A recipe's is for long runs."""
+    """Whether the command line, a phase or a branch states it. A recipe's is for long runs."""
     write_letters(tmp_path)
     phases = json.dumps([{"after_steps": 4, "optim.lr": 5e-4, "optim.warmup": 3}])
-    words = words_of(tmp_path, "run", phases)
+    words = to_arguments(tmp_path, "run", phases)
     at = words.index("--optim.warmup")
     quiet = [*words[:at], *words[at + 2:]]
     assert run(tmp_path, "run", args=[*words, "--train.steps", "24"]) == 0, (tmp_path / "run.log").read_text()
@@ -687,7 +653,7 @@ def test_a_copied_folder_is_a_run_of_its_own_in_wandb(tmp_path, monkeypatch):
 
     def start(name: str, steps: int) -> str:
         """-> its id in W&B"""
-        words = [*words_of(tmp_path, name, None), "--log.wandb", "offline", "--train.steps", str(steps)]
+        words = [*to_arguments(tmp_path, name, None), "--log.wandb", "offline", "--train.steps", str(steps)]
         assert run(tmp_path, name, args=words) == 0, (tmp_path / f"{name}.log").read_text()
         return [words[1]["id"] for words in told() if words[0] == "init"][-1]
 
@@ -698,19 +664,19 @@ def test_a_copied_folder_is_a_run_of_its_own_in_wandb(tmp_path, monkeypatch):
     (tmp_path / "first").rename(tmp_path / "moved")
     assert start("moved", 4) == first != own == start("copy", 5)
     log = " ".join((tmp_path / "copy.log").read_text().split())
-    assert log.count(f"is a copy of {tmp_path / 'first'}, and a run of its own in W&B") == 1
+    assert log.count(f"is a copy of {tmp_path / 'first'}, and a separate run in W&B") == 1
 
 
 def test_a_damaged_copy_of_a_store_comes_again(tmp_path, monkeypatch):
-    """Of a run that took its weights from there, and of a script."""
+    """For a run that took its weights from there, and for a script."""
     lives = Lives(tmp_path, monkeypatch)
     words = {"train.steps": 2, "checkpoint.mirror": f"file://{tmp_path / 'store'}"}
     lives.start(Start("trunk", words))
     url = f"file://{tmp_path / 'store' / 'trunk'}"
-    argv = [*words_of(tmp_path, "tuned", None), "--train.steps", "1", "--checkpoint.init_from", url]
+    argv = [*to_arguments(tmp_path, "tuned", None), "--train.steps", "1", "--checkpoint.init_from", url]
     lives.name = "tuned"
     assert run(tmp_path, "tuned", args=argv) == 0, (tmp_path / "tuned.log").read_text()
-    shard = newest_shard(tmp_path / "remote" / path_of_url(url))
+    shard = newest_shard(tmp_path / "remote" / url_path(url))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
     assert run(tmp_path, "again", args=argv) == 0, (tmp_path / "again.log").read_text()
@@ -725,12 +691,12 @@ def test_a_damaged_copy_of_a_store_comes_again(tmp_path, monkeypatch):
     assert shard.read_bytes() == whole and "fetched again" in notes[0]
 
 
-def test_a_fresh_machine_with_other_ranks_goes_on_from_a_mirror(two_ranks, tmp_path):
+def test_a_fresh_machine_with_other_ranks_continues_from_a_mirror(two_ranks, tmp_path):
     shutil.copytree(two_ranks / "trunk", tmp_path / "store" / "trunk")
     mirror = ("--checkpoint.mirror", f"file://{tmp_path / 'store'}", "--parallel.elastic", "true")
-    words = [*words_of(two_ranks, "trunk"), *TWO, *mirror]
+    words = [*to_arguments(two_ranks, "trunk"), *TWO, *mirror]
     assert run(tmp_path, "trunk", args=words) == 0, (tmp_path / "trunk.log").read_text()
-    assert [row["step"] for row in rows_of(tmp_path / "trunk") if "loss" in row] == list(range(1, 8))
+    assert list(run_folder.losses(tmp_path / "trunk")) == list(range(1, 8))
 
 
 # ---- a start that is refused -------------------------------------------------------------------------------
@@ -749,7 +715,7 @@ REFUSED = {  # late: what only a look at data, a model or another run tells
 def trunk(tmp_path_factory):
     home = tmp_path_factory.mktemp("trunk")
     write_letters(home)
-    assert run(home, "trunk", args=[*words_of(home, "trunk", None), "--train.steps", "2"]) == 0
+    assert run(home, "trunk", args=[*to_arguments(home, "trunk", None), "--train.steps", "2"]) == 0
     row = {"prompt": "a" * 8, "choices": ["b" * 30, "c"], "answer": 0}
     (home / "tasks").mkdir()
     (home / "tasks" / "long.jsonl").write_text(json.dumps(row) + "\n")
@@ -760,7 +726,8 @@ def trunk(tmp_path_factory):
 @pytest.mark.parametrize("words", REFUSED.values(), ids=REFUSED)
 def test_a_refused_start_leaves_no_folder(trunk, tmp_path, words):
     places = {"trunk": trunk / "trunk", "tasks": trunk / "tasks" / "long.jsonl"}
-    args = [*words_of(trunk, "new", None), "--train.steps", "2", *(word.format(**places) for word in words)]
+    args = [*to_arguments(trunk, "new", None), "--train.steps", "2",
+            *(word.format(**places) for word in words)]
     home = tmp_path / "runs"
     home.mkdir()
     inside = ("--log.dir", str(home / "deep" / "er"))
@@ -773,10 +740,10 @@ def test_a_refused_start_leaves_no_folder(trunk, tmp_path, words):
     assert list((home / "deep" / "er" / "new").iterdir()) == []
     shutil.copytree(trunk / "trunk", home / "deep" / "er" / "new", dirs_exist_ok=True)
     assert run(home, "new", args=[*args, "--train.seed", "9"], extra=inside) == 2
-    reason = json.loads((home / "deep" / "er" / "new" / "exit_reason.json").read_text())
+    reason = run_folder.exit_reason(home / "deep" / "er" / "new")
     assert reason["code"] == 2
 
 
 def test_a_job_that_is_refused_leaves_no_folder(trunk, tmp_path):
-    end = job(tmp_path, 2, [*words_of(trunk, "new", None), "--log.dir", str(tmp_path), *REFUSED["data"]])
+    end = job(tmp_path, 2, [*to_arguments(trunk, "new", None), "--log.dir", str(tmp_path), *REFUSED["data"]])
     assert end.codes == [2, 2] and not (tmp_path / "new").exists(), (end.logs, list(tmp_path.rglob("*")))

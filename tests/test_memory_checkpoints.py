@@ -15,13 +15,15 @@ import shutil
 import signal
 import socket
 import stat
-import time
 from collections import Counter
 
 import pytest
+import run_folder
 import test_spikes as spikes
 import torch
 from ranks import MODEL, corpus, job
+from run_folder import flip_bit
+from waiting import wait_until
 
 import train
 from checkpoint import state
@@ -33,6 +35,7 @@ from durable import consolidate, copies, memory
 from durable.memory import Nodes
 from parallel.sharding.boxes import Box, from_rows, to_rows
 
+MIXTURE = "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 --model.mlp.router.bias_rate 0.001"
 STEPS = 9
 EVERY = ("--checkpoint.every", "6", "--checkpoint.memory_every", "2")  # memory: 2, 4 and 8
 LAYOUTS = {
@@ -53,8 +56,15 @@ def prefix(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("memory"))
 
 
+def to_arguments(layout, prefix, home, name):
+    """(number of ranks, arguments of train.py)"""
+    world, words = LAYOUTS[layout]
+    args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
+    return world, [*args, "--model.dropout", "0.1", "--log.dir", str(home), "--log.name", name]
+
+
 def on_nodes(world, nodes=2):
-    """before(rank) of a job: the ranks lie on so many nodes, in order."""
+    """before(rank) of a job: the ranks lie on this many nodes, in order."""
 
     def before(rank):
         size = max(1, world // nodes)
@@ -72,9 +82,7 @@ def trains(tmp_path, prefix):
     shm.mkdir()
 
     def run(layout, *more, fault="", name="run", before=None, replicas="1", keeps=True):
-        world, words = LAYOUTS[layout]
-        args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
-        args += ["--model.dropout", "0.1", "--log.dir", str(tmp_path), "--log.name", name]
+        world, args = to_arguments(layout, prefix, tmp_path, name)
         if keeps:
             args += [*EVERY, "--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
         else:  # then the keys of memory are refused, and memory.json tells where it is
@@ -92,10 +100,7 @@ def clean(tmp_path_factory, prefix):
     def of(layout):
         if layout not in done:
             home = tmp_path_factory.mktemp("clean")
-            world, words = LAYOUTS[layout]
-            args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
-            args += ["--model.dropout", "0.1", "--log.dir", str(home), "--log.name", "run"]
-            end = job(home, world, args)
+            end = job(home, *to_arguments(layout, prefix, home, "run"))
             assert not any(end.codes), end.logs
             done[layout] = losses(home / "run"), weights(home / "run")
         return done[layout]
@@ -104,10 +109,14 @@ def clean(tmp_path_factory, prefix):
 
 
 def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    found = [(row["step"], row["loss"], row["grad_norm"]) for row in run_folder.steps(folder)]
     assert [step for step, *_ in found] == list(range(1, STEPS + 1))  # each once
     return found
+
+
+def first_steps(tmp_path):
+    """The first step of each start of the run."""
+    return [start["first_step"] for start in run_folder.starts(tmp_path / "run")]
 
 
 def weights(folder):
@@ -141,12 +150,12 @@ def assert_like_clean(tmp_path, end, truth, name="run"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero1", "dp4 zero3", "tp2 pp2"])
-def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
+def test_a_run_resumes_from_memory_after_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
     """First a rank alone is lost, before there is anything on the disk; then a whole node, after a save."""
     killed(trains, layout, 6)
     assert not (tmp_path / "run" / "checkpoints").exists()
     killed(trains, layout, 9, rank=0)  # resumed at 4
-    assert [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")] == [1, 5]
+    assert first_steps(tmp_path) == [1, 5]
     shutil.rmtree(node_folder(tmp_path, 1))
     end = trains(layout)
     (line,) = said(end, "resumed from")
@@ -158,14 +167,10 @@ def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 "
-        "--model.mlp.router.bias_rate 0.001 --parallel.ep 2 --train.ema 0.9",
-        "--parallel.compress powersgd --train.dtype bf16",
-    ],
+    [f"{MIXTURE} --parallel.ep 2 --train.ema 0.9", "--parallel.compress powersgd --train.dtype bf16"],
     ids=["mixture", "powersgd"],
 )
-def test_what_else_a_checkpoint_holds(tmp_path, trains, words):
+def test_memory_has_all_that_a_checkpoint_holds(tmp_path, trains, words):
     """Compared with a run that saves as often: PowerSGD sums its errors at each save."""
     more = words.split()
     assert not any(trains("dp2 zero0", *more, name="clean").codes)
@@ -177,29 +182,27 @@ def test_what_else_a_checkpoint_holds(tmp_path, trains, words):
     assert_like_clean(tmp_path, end, truth)
 
 
-@pytest.mark.slow
-def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
-    phases = tmp_path / "phases.yaml"
-    phases.write_text("- after_steps: 3\n  train.seq_len: 32\n  model.mixer.rope.base: 2e5\n")
-    more = ("--train.phases", str(phases), "--checkpoint.async_save", "true")
-    assert not any(trains("dp2 zero1", *more, name="clean").codes)
-    truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")
-    killed(trains, "dp2 zero1", 6, *more)
-    end = trains("dp2 zero1", *more)
-    assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
-    assert_like_clean(tmp_path, end, truth)
+LATER_LENGTH = '[{"after_steps": 3, "train.seq_len": 32, "model.mixer.rope.base": 2e5}]'
 
 
 @pytest.mark.slow
-def test_a_rank_whose_shard_is_empty(tmp_path, trains):
-    """Of three buckets and four replicas, rank 1 reads none. It must still know that there is an average."""
-    more = ("--model.layers", "1", "--train.ema", "0.9", "--parallel.timeout_s", "20")
-    assert not any(trains("dp4 zero0", *more, name="clean").codes)
+@pytest.mark.parametrize(
+    "layout, more",
+    [
+        ("dp2 zero1", ("--train.phases", LATER_LENGTH, "--checkpoint.async_save", "true")),
+        # of three buckets and four replicas, rank 1 reads none: it must still know that there is an average
+        ("dp4 zero0", ("--model.layers", "1", "--train.ema", "0.9", "--parallel.timeout_s", "20")),
+    ],
+    ids=["in a later phase beside saves in the background", "with a rank whose shard is empty"],
+)
+def test_a_resume_from_memory(tmp_path, trains, layout, more):
+    assert not any(trains(layout, *more, name="clean").codes)
     truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")
-    killed(trains, "dp4 zero0", 6, *more)
-    assert not list((tmp_path / "shm").rglob("rank_00001/*.safetensors"))
-    assert list((tmp_path / "shm").rglob("rank_00002/*.safetensors"))
-    end = trains("dp4 zero0", *more)
+    killed(trains, layout, 6, *more)
+    if layout == "dp4 zero0":
+        assert not list((tmp_path / "shm").rglob("rank_00001/*.safetensors"))
+        assert list((tmp_path / "shm").rglob("rank_00002/*.safetensors"))
+    end = trains(layout, *more)
     assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
     assert_like_clean(tmp_path, end, truth)
 
@@ -218,8 +221,8 @@ LATER = "- after_steps: {}\n  parallel.zero: 1\n"
     ],
     ids=["of the phase", "of the next step", "of a later phase"],
 )
-def test_the_layout_of_a_phase(tmp_path, trains, before, after, why):
-    """That of the phase in which memory was written, and in which the run goes on, decides."""
+def test_the_layout_of_its_phase_decides_how_memory_is_used(tmp_path, trains, before, after, why):
+    """The phase in which memory was written, and that in which the run continues."""
     phases = tmp_path / "phases.yaml"
     phases.write_text(before)
     more = ("--train.phases", str(phases))
@@ -237,21 +240,12 @@ def test_the_layout_of_a_phase(tmp_path, trains, before, after, why):
 CHANGES = {  # of keys that change nothing of what a rank holds: (layout, both times, before, after)
     "recompute": ("dp2 zero1", "", "", "--parallel.recompute full"),
     "recompute_parts": (
-        "dp2 zero1",
-        "--parallel.recompute selective",
-        "",
-        "--parallel.recompute_parts core,norm,act",
+        "dp2 zero1", "--parallel.recompute selective", "", "--parallel.recompute_parts core,norm,act"
     ),
     "recompute_stages": ("tp2 pp2", "", "", "--parallel.recompute_stages full,none"),
     "async_tp": ("tp2 pp2", "--parallel.sp true", "", "--parallel.async_tp true"),
     "cp_kind": ("cp2", "", "", "--parallel.cp_kind ulysses"),
-    "ep_chunks": (
-        "dp2 zero1",
-        "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 "
-        "--model.mlp.router.bias_rate 0.001 --parallel.ep 2",
-        "",
-        "--parallel.ep_chunks 2",
-    ),
+    "ep_chunks": ("dp2 zero1", f"{MIXTURE} --parallel.ep 2", "", "--parallel.ep_chunks 2"),
     "offload": ("dp2 zero1", "--train.ema 0.9", "--parallel.offload both", "--parallel.offload none"),
     "timeout_s": ("dp2 zero0", "", "", "--parallel.timeout_s 200"),
     "elastic": ("dp2 zero0", "", "", "--parallel.elastic true"),
@@ -263,8 +257,8 @@ def test_each_key_that_changes_nothing_is_tried():
 
 
 def digest_of(run):
-    """Of every byte of the state that this rank owns."""
-    boxes = state.state_boxes(run.buckets, state.moments_of(run)) + run.routers.boxes()
+    """A digest of every byte of the state that this rank owns."""
+    boxes = state.state_boxes(run.buckets, state.get_moments(run)) + run.routers.boxes()
     rows = [(str(box), hashlib.sha256(raw_bytes(tensor)).hexdigest()) for box, tensor in boxes]
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
@@ -301,7 +295,7 @@ def test_a_key_that_changes_nothing_of_what_a_rank_holds(tmp_path, trains, key):
 
 
 @pytest.mark.slow
-def test_both_nodes_are_lost(tmp_path, trains, clean):
+def test_a_run_that_has_lost_both_nodes_resumes_from_the_disk(tmp_path, trains, clean):
     killed(trains, "dp2 zero1", 9)
     for node in (0, 1):
         shutil.rmtree(node_folder(tmp_path, node))
@@ -314,7 +308,7 @@ def test_both_nodes_are_lost(tmp_path, trains, clean):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", memory.FAULT_POINTS)
-def test_killed_in_the_middle(tmp_path, trains, clean, point):
+def test_a_kill_in_a_save_leaves_the_generation_that_is_named(tmp_path, trains, clean, point):
     """The generation before counts, until the new one is named."""
     killed(trains, "dp2 zero1", 4, point=point, rank=0)
     end = trains("dp2 zero1")
@@ -323,7 +317,7 @@ def test_killed_in_the_middle(tmp_path, trains, clean, point):
 
 
 @pytest.mark.slow
-def test_flipped_bits(tmp_path, trains, clean):
+def test_a_damaged_shard_is_replaced_by_its_copy_or_given_up(tmp_path, trains, clean):
     """In a rank's own shard: the copy is used. That is a sound one of another step: the generation before."""
     killed(trains, "dp2 zero1", 5)
     (own,) = node_folder(tmp_path, 1).glob("step_00000004-*/rank_00001/*.safetensors")
@@ -344,7 +338,7 @@ def test_flipped_bits(tmp_path, trains, clean):
 
 
 @pytest.mark.slow
-def test_damage_that_the_load_alone_meets(tmp_path, trains, clean):
+def test_damage_that_only_the_load_meets_is_given_up_by_all_ranks(tmp_path, trains, clean):
     """The shard was sound when it was looked for. It is given up by all ranks, and not tried again."""
     def before(rank):
         on_nodes(2)(rank)
@@ -365,16 +359,9 @@ def test_damage_that_the_load_alone_meets(tmp_path, trains, clean):
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
-def flip_bit(path):
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 4
-    path.write_bytes(data)
-
-
 # ---- another layout ----------------------------------------------------------------------------------------
 
 EXACT = ("--train.dtype", "fp64")
-MIXTURE = "--model.mlp experts --model.mlp.experts 4 --model.mlp.top_k 2 --model.mlp.router.bias_rate 0.001"
 MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after, more words)
     "a node is lost": ("dp2 zero1", "alone", ""),
     "two of four ranks are lost": ("dp4 zero3", "dp2 zero1", "--train.ema 0.9"),
@@ -410,7 +397,7 @@ def assert_same_state(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("move", MOVES)
-def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
+def test_another_layout_continues_from_memory(tmp_path, trains, move):
     """The shards that the nodes have become a checkpoint on the disk: bit for bit the one that the layout
     before would have saved there. So nothing is trained twice.
     """
@@ -465,10 +452,8 @@ def test_without_a_shard_another_layout_takes_the_disk(tmp_path, trains, damage)
     damage(tmp_path)
     end = trains("dp2 zero0")
     assert not any(end.codes), end.logs
-    (line,) = said(end, "is not used")
-    assert line.split("not used: ")[1] == (
-        "it was saved with parallel.zero 1, not 0, and no node has a good shard of rank 1"
-    )
+    (line,) = said(end, "is not used: it was saved with parallel.zero 1, not 0, and no node has a good shard")
+    assert line.endswith(" of rank 1")
     assert said(end, "step_00000006 at step 6")
     assert losses(tmp_path / "run")
 
@@ -544,7 +529,7 @@ def test_killed_while_memory_is_written_to_the_disk(tmp_path, trains):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout, stays", [("dp2 zero1", True), ("dp2 zero0", False)], ids=["same", "other"])
 def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, layout, stays):
-    """What a start before it has kept there is newer, and is used; then the memory is free. Under another
+    """A newer checkpoint that an earlier start kept there is used; then the memory is free. Under another
     layout it is so from the first step on: what was there is on the disk.
     """
     killed(trains, "dp2 zero1", 9)
@@ -552,8 +537,7 @@ def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, lay
     killed(trains, layout, 9, keeps=False)
     assert node.exists() == stays
     assert (tmp_path / "run" / "memory.json").exists() == stays
-    starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
-    assert starts == [1, 9]
+    assert first_steps(tmp_path) == [1, 9]
     end = trains(layout, keeps=False)
     assert bool(said(end, "resumed from memory of node0, node1 at step 8")) == stays
     assert bool(said(end, "step_00000008 at step 8")) != stays
@@ -564,14 +548,13 @@ def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, lay
 
 @pytest.mark.slow
 def test_a_start_with_another_memory_dir(tmp_path, trains, clean):
-    """What lies in the one before it is used, and sent where it is missing; then that memory is free, too."""
+    """The checkpoint in the old folder is used, and sent where it is missing; then that memory is free."""
     other = tmp_path / "other"
     other.mkdir()
     killed(trains, "dp2 zero1", 6)
     shutil.rmtree(node_folder(tmp_path, 1))
     killed(trains, "dp2 zero1", 9, "--checkpoint.memory_dir", str(other))
-    starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
-    assert starts == [1, 5]
+    assert first_steps(tmp_path) == [1, 5]
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
     assert [(row["step"], row["memory_dir"]) for row in record["generations"]] == [
         (8, str(other)), (4, str(tmp_path / "shm"))
@@ -588,7 +571,7 @@ def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, t
     killed(trains, "dp2 zero1", 9)
     for node in (0, 1):
         shutil.move(node_folder(tmp_path, node), tmp_path / f"away{node}")
-    killed(trains, "dp2 zero1", 7)  # goes on from step 6 of the disk
+    killed(trains, "dp2 zero1", 7)  # continues from step 6 of the disk
     for node in (0, 1):
         assert not list(node_folder(tmp_path, node).glob("step_00000008-*"))
         shutil.copytree(tmp_path / f"away{node}", node_folder(tmp_path, node), dirs_exist_ok=True)
@@ -603,7 +586,7 @@ def test_a_checkpoint_that_is_removed_by_hand_takes_what_came_after_it_along(tmp
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
     end = trains("dp2 zero1")
     (line,) = said(end, "is not used")
-    assert "the checkpoint of step 6, which was there before it, is removed" in line
+    assert "the older checkpoint of step 6 was removed" in line
     assert said(end, "at step 4")
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
@@ -643,19 +626,13 @@ def slow_to_save(run, waits_in, commits=True):
     return before
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "waits_in, commits, resumed",
     [("commit", True, 4), ("save", True, 4), ("commit", False, 8)],
     ids=["removed", "begun late and removed", "killed"],
 )
-def test_beside_a_save_in_progress(tmp_path, trains, clean, waits_in, commits, resumed):
+def test_memory_goes_with_the_save_beside_it(tmp_path, trains, clean, waits_in, commits, resumed):
     """A checkpoint that was being written when memory was, and was committed after that, is removed by hand:
     memory goes with it. Where that save was killed, memory is all the newer.
     """
@@ -667,7 +644,7 @@ def test_beside_a_save_in_progress(tmp_path, trains, clean, waits_in, commits, r
     assert steps == [8, 4] and (run / "checkpoints" / "step_00000006").exists() == commits
     shutil.rmtree(run / "checkpoints" / "step_00000006", ignore_errors=True)
     end = trains("dp2 zero1")
-    lines = said(end, "the checkpoint of step 6, which was there before it, is removed")
+    lines = said(end, "the older checkpoint of step 6 was removed")
     assert len(lines) == commits
     assert said(end, f"resumed from memory of node0, node1 at step {resumed}")
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
@@ -683,11 +660,10 @@ def test_a_damaged_checkpoint_on_the_disk_hides_none_in_memory(tmp_path, trains,
     newest = tmp_path / "run" / "checkpoints" / "step_00000006"
     flip_bit(max(newest.glob(file)))
     killed(trains, "dp2 zero1", 6, "--checkpoint.memory_every", "1", point="step.begin")  # after step 5
-    shutil.rmtree(newest)  # what was no good is nothing that came before it
+    shutil.rmtree(newest)  # a damaged checkpoint does not count as one that came before
     end = trains("dp2 zero1", *more)
     assert said(end, "resumed from memory of node0, node1 at step 5")
-    starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
-    assert starts == [1, 5, 6]
+    assert first_steps(tmp_path) == [1, 5, 6]
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
@@ -780,7 +756,7 @@ def test_a_run_that_goes_back_forgets_what_came_after(tmp_path, trains):
 
     more = (*spikes.REWIND, "--checkpoint.every", "4", "--checkpoint.memory_every", "3")
     end = trains("dp2 zero1", *more, before=before)
-    assert not any(end.codes) and said(end, "back at the checkpoint of step 4"), end.logs
+    assert not any(end.codes) and said(end, "rewound to the checkpoint of step 4"), end.logs
     for rank in (0, 1):
         lines = (tmp_path / f"dropped.{rank}").read_text().splitlines()
         assert list(map(json.loads, lines)) == [[0, [], 0], [4, [3], 1], [-1, [], 0]]
@@ -830,9 +806,9 @@ def file_in_the_way(shm):
 
 
 def left_by_others(shm):
-    """Of containers that had other names."""
+    """Folders of containers that had other names."""
     for host in ("node8", "node9"):
-        memory.make_private(shm / f"bevatron-{os.geteuid()}", [memory.key_of(shm.parent / "run"), host])
+        memory.make_private(shm / f"bevatron-{os.geteuid()}", [memory.get_run_key(shm.parent / "run"), host])
 
 
 def led_elsewhere(shm):
@@ -844,17 +820,17 @@ def led_elsewhere(shm):
 @pytest.mark.parametrize(
     "before, prepare, words",
     [
-        (None, shutil.rmtree, "checkpoint.memory_dir: * is no folder on this node; give one"),
-        (None, read_by_others, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
-        (None, led_elsewhere, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
-        (None, file_in_the_way, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
+        (None, shutil.rmtree, "checkpoint.memory_dir: * is not a folder on this node; give one"),
+        (None, read_by_others, "checkpoint.memory_dir: * is not private to this user (mode 700)"),
+        (None, led_elsewhere, "checkpoint.memory_dir: * is not private to this user (mode 700)"),
+        (None, file_in_the_way, "checkpoint.memory_dir: * is not private to this user (mode 700)"),
         (one_node, lambda shm: None, "checkpoint.replicas: 1 is the * has 0 other nodes; leave it out"),
         (little_memory, lambda shm: None, "checkpoint.memory_dir: * can take 1,000 bytes, and 2 *; enlarge"),
         (little_memory, left_by_others, "checkpoint.memory_dir: *, remove */node8, */node9; else enlarge it"),
     ],
     ids=["missing", "readable", "link", "file", "one node", "too small", "leftovers"],
 )
-def test_what_cannot_be_had_is_one_line(tmp_path, trains, before, prepare, words):
+def test_memory_that_cannot_be_had_is_one_line(tmp_path, trains, before, prepare, words):
     prepare(tmp_path / "shm")
     end = trains("dp2 zero1", before=before)
     assert end.codes == [2, 2], end.logs
@@ -880,7 +856,7 @@ def test_shards_that_several_nodes_have_are_read_by_ranks_in_turn():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_what_shards_have_together_is_taken_once(seed):
-    """Of any shards that overlap: each element, from a shard that has it."""
+    """Shards may overlap: each element is taken from a shard that has it."""
     draw = random.Random(seed)
     owner = {}
     shards = {shard: [] for shard in range(draw.randint(1, 4))}
@@ -891,7 +867,7 @@ def test_what_shards_have_together_is_taken_once(seed):
                 start = tuple(draw.randrange(size) for size in shape)
                 size = tuple(draw.randint(0, end - first) for first, end in zip(start, shape))
                 boxes.append(Box(key, shape, start, size))
-    once = consolidate.each_element_once(shards)
+    once = consolidate.assign_boxes_once(shards)
     for shard, boxes in once.items():
         for box in boxes:
             for at in elements(box):
@@ -945,16 +921,16 @@ def test_a_record_reads_back_or_says_why_not(tmp_path):
 def test_nothing_but_files_of_a_checkpoint_is_sent_or_taken(tmp_path):
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "index.json").write_text("{}")
-    assert copies.manifest_of(tmp_path / "from") == {"index.json": 2}
+    assert copies.build_manifest(tmp_path / "from") == {"index.json": 2}
     (tmp_path / "from" / "meta.json").symlink_to("/etc/passwd")
     with pytest.raises(store.IntegrityError, match=r"meta\.json: not a regular file"):
-        copies.manifest_of(tmp_path / "from")
+        copies.build_manifest(tmp_path / "from")
     forged = copies.IncomingFolder(copies.Delivery(0, 1, {"../../.profile": 1 << 60}, tmp_path / "to"))
-    assert "no file of a checkpoint" in str(forged.error) and not (tmp_path / "to").exists()
+    assert "not a file of a checkpoint" in str(forged.error) and not (tmp_path / "to").exists()
 
 
 def test_a_file_that_is_gone_holds_up_nobody(tmp_path):
-    """Its sender gives the error back, and goes on with its exchanges."""
+    """Its sender gives the error back, and continues with its exchanges."""
     sent = copies.OutgoingFolder(copies.Delivery(0, 1, {"index.json": 3, "meta.json": 2}, tmp_path))
     chunks = [sent.next_chunk() for _ in range(3)]
     assert [None if chunk is None else chunk.tolist() for chunk in chunks] == [[0, 0, 0], [0, 0], None]

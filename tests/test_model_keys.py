@@ -21,11 +21,11 @@ from build import build_run
 from config.reading import flatten_tree, from_tree, presets, unused
 from config.reading.kinds import every_path, members_of, part_types
 from config.schema import ModelConfig
-from config.tree import hints_of, leaves, value_at
+from config.tree import field_types, leaves, value_at
 from kernels import attention
 from model import moe
 from parallel.microbatch import Microbatch
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -97,11 +97,9 @@ def sized(model: dict) -> dict:
 
 def look(model: dict) -> Seen:
     preset = model.get("preset", "llama2-tiny")
-    cfg = from_tree(
-        {"model": {"preset": preset, **sized(model)}, "train": TRAIN, "log": {"name": "keys"}}
-    )
+    cfg = from_tree({"model": {"preset": preset, **sized(model)}, "train": TRAIN, "log": {"name": "keys"}})
     run = build_run(cfg, Mesh.single(), CPU, None, 9)
-    start = {box.key: x.clone() for b in run.buckets for box, x in boxes_of(b, b.weights.master)}
+    start = {box.key: x.clone() for b in run.buckets for box, x in get_boxes(b, b.weights.master)}
     rates = {
         box.key: slot.param.spec.lr_factor
         for b in run.buckets
@@ -109,7 +107,7 @@ def look(model: dict) -> Seen:
         for box in slot.param.spec.boxes
     }
     for b in run.buckets:
-        for box, x in boxes_of(b, b.weights.master):
+        for box, x in get_boxes(b, b.weights.master):
             fill(box.key, x)
     first, names, rows, real = batches(), set(), [], moe.plan_dispatch
 
@@ -131,18 +129,10 @@ def look(model: dict) -> Seen:
         loss = train.forward_backward(run, own, run.scaler.scale / tokens) / run.scaler.scale
     assert int(tokens) == 64
     run.routers.update_after_step(torch.tensor(True), run.scaler.scale)
-    gradients = {box.key: x.clone() for b in run.buckets for box, x in boxes_of(b, b.grads.local)}
+    gradients = {box.key: x.clone() for b in run.buckets for box, x in get_boxes(b, b.grads.local)}
     return Seen(
-        {k: tuple(x.shape) for k, x in start.items()},
-        start,
-        rates,
-        logits,
-        names,
-        loss,
-        gradients,
-        run.routers.stats,
-        rows,
-        {box.key: x.clone() for box, x in run.routers.boxes()},
+        {k: tuple(x.shape) for k, x in start.items()}, start, rates, logits, names, loss, gradients,
+        run.routers.stats, rows, {box.key: x.clone() for box, x in run.routers.boxes()},
     )
 
 
@@ -223,7 +213,7 @@ def std_times(factor: float):
 
 
 def states_of_mamba(features: int):
-    """What makes B and C has so many features."""
+    """The projections and convolutions of B and C have this many features."""
 
     def right(before: Seen, after: Seen) -> bool:
         ends = [f"layers.1.attn.{name}" for name in ("B", "C")]
@@ -252,7 +242,7 @@ def xielu_learns(before: Seen, after: Seen) -> bool:
 
 
 def grown_keys(features: int):
-    """Projections and convolutions of queries and keys have so many features."""
+    """Projections and convolutions of queries and keys have this many features."""
     projections = {f"attn_to_{name}": (features, 32) for name in "qk"}
     return shaped(**projections, **{f"attn_to_{name}_conv": (features, 4) for name in "qk"})
 
@@ -281,7 +271,7 @@ def further(before: Seen, after: Seen) -> bool:
 
 
 def twice_the_module(before: Seen, after: Seen) -> bool:
-    """What only the module's loss depends on has twice the gradient."""
+    """The gradients that only the module's loss has are doubled."""
     keys = [k for k in before.gradients if k.startswith("layers.2.")]
     return bool(keys) and all(
         torch.allclose(after.gradients[k], 2 * before.gradients[k], rtol=1e-9) for k in keys
@@ -325,7 +315,7 @@ def fewer_choices(before: Seen, after: Seen) -> bool:
 
 
 def one_group(before: Seen, after: Seen) -> bool:
-    """Of 4 experts in 2 groups, a token takes both of one group: the groups' experts have equal counts."""
+    """With 4 experts in 2 groups, a token takes both of one group: the groups' experts have equal counts."""
     return all(a == b and c == d for a, b, c, d in after.rows) and not all(
         a == b and c == d for a, b, c, d in before.rows
     )
@@ -361,7 +351,7 @@ def bounded(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def first_is_dense(before: Seen, after: Seen) -> bool:
-    """The first layer has an MLP in the place of its experts."""
+    """The first layer has an MLP instead of experts."""
     gone = ("layers.0.mlp.router", "layers.0.mlp.experts")
     return added(*(f"layers.0.{name}" for name in EVERY_LAYER), gone=gone)(before, after)
 
@@ -389,10 +379,7 @@ ROUTED = {"told", "rows"}
 SCALED = {"kind": "llama3", "factor": 4.0, "original": 16}
 ROPE = {f"mixer.rope.scaling.{key}": value for key, value in SCALED.items()}
 YARN = {**ROPE, "mixer.rope.scaling.kind": "yarn"}
-BY_PAIR = {
-    "mixer.rope.scaling.short": [1.0, 1.1, 1.3, 2.0],
-    "mixer.rope.scaling.long": [1.0, 2.0, 4.0, 8.0],
-}
+BY_PAIR = {"mixer.rope.scaling.short": [1.0, 1.1, 1.3, 2.0], "mixer.rope.scaling.long": [1.0, 2.0, 4.0, 8.0]}
 LONGROPE = {**ROPE, "mixer.rope.scaling.kind": "longrope", **BY_PAIR}
 SHORTER = {"mixer.rope.scaling.original": 8}  # than the sequences
 EVERY_FOUR = {"mixer.growth.every": 4}
@@ -428,9 +415,7 @@ CASES = [
     Case("mixer.heads", 2, VALUES),
     Case("mixer.kv_heads", 2, NEW, shaped(attn_to_k=(16, 32), attn_to_v=(16, 32))),
     Case(
-        "mixer.head_dim",
-        16,
-        NEW,
+        "mixer.head_dim", 16, NEW,
         shaped(attn_to_q=(64, 32), attn_to_k=(64, 32), attn_to_v=(64, 32), attn_to_o=(32, 64)),
     ),
     Case("mlp.width", 64, NEW, shaped(mlp_to_gate=(64, 32), mlp_to_up=(64, 32), mlp_to_down=(32, 64))),
@@ -442,10 +427,7 @@ CASES = [
     Case("norm.weight", False, NEW, added(gone=("norm.weight",))),
     Case("norm.bias", False, NEW, added(gone=("norm.bias",)), {"norm.kind": "layernorm"}),
     Case(
-        "norm.place",
-        "after",
-        NEW,
-        added("norm_after.weight", gone=("attn_norm.weight", "mlp_norm.weight")),
+        "norm.place", "after", NEW, added("norm_after.weight", gone=("attn_norm.weight", "mlp_norm.weight")),
     ),
     Case("norm.place", "around", NEW, added("attn_norm_after.weight", "mlp_norm_after.weight")),
     Case("residual", "parallel", NEW, added(gone=("mlp_norm.weight",))),
@@ -473,9 +455,7 @@ CASES = [
     Case("mixer.rope.scaling.mscale", 0.5, VALUES, base=YARN),
     Case("mixer.rope.scaling.truncate", False, VALUES, base={**YARN, **RAMP}, also=RAMP),
     Case(
-        "mixer.rope.scaling.kind",
-        "linear",
-        VALUES,
+        "mixer.rope.scaling.kind", "linear", VALUES,
         base={"mixer.rope.scaling.kind": "llama3", "mixer.rope.scaling.factor": 4.0},
     ),
     Case("mixer.rope.scaling.kind", "longrope", VALUES, base=ROPE, also=BY_PAIR),
@@ -493,17 +473,11 @@ CASES = [
     Case("mlp.bias", True, NEW, added("mlp.gate.bias", "mlp.up.bias", "mlp.down.bias")),
     Case("mixer.qk_norm", "head", NEW, added("attn.q_norm.weight", "attn.k_norm.weight")),
     Case(
-        "mixer.qk_norm",
-        "whole",
-        NEW,
-        shaped(attn_to_q_norm=(32,), attn_to_k_norm=(32,)),
+        "mixer.qk_norm", "whole", NEW, shaped(attn_to_q_norm=(32,), attn_to_k_norm=(32,)),
         {"mixer.qk_norm": "head"},
     ),
     Case(
-        "mixer.qk_norm",
-        "unweighted",
-        NEW,
-        added(gone=("attn.q_norm.weight", "attn.k_norm.weight")),
+        "mixer.qk_norm", "unweighted", NEW, added(gone=("attn.q_norm.weight", "attn.k_norm.weight")),
         {"mixer.qk_norm": "after_rope"},
     ),
     Case("mixer.qk_norm", "after_rope", VALUES, base={"mixer.qk_norm": "head"}),
@@ -516,17 +490,11 @@ CASES = [
     Case("mixer.growth.first", 1, VALUES, base=GROWTH, also=EVERY_FOUR),
     Case("mixer.growth.rate", 0.5, VALUES, base={**LATENT, **GROWTH}, also=EVERY_FOUR),
     Case(
-        "mixer.kind",
-        "latent",
-        NEW,
-        added("attn.kv_a", "attn.kv_b", "attn.kv_norm", gone=("attn.k.", "attn.v.")),
-        also=LATENT_SIZES,
+        "mixer.kind", "latent", NEW,
+        added("attn.kv_a", "attn.kv_b", "attn.kv_norm", gone=("attn.k.", "attn.v.")), also=LATENT_SIZES,
     ),
     Case(
-        "mixer.kv_rank",
-        16,
-        NEW,
-        shaped(attn_to_kv_a=(20, 32), attn_to_kv_b=(56, 16), attn_to_kv_norm=(16,)),
+        "mixer.kv_rank", 16, NEW, shaped(attn_to_kv_a=(20, 32), attn_to_kv_b=(56, 16), attn_to_kv_norm=(16,)),
         LATENT,
     ),
     Case("mixer.q_rank", 20, NEW, added("attn.q_a", "attn.q_b", "attn.q_norm", gone=("attn.q.",)), LATENT),
@@ -591,9 +559,7 @@ CASES = [
     Case("mlp.kind", "none", NEW, added(gone=("mlp",))),
     Case("mixer.state", 8, NEW, states_of_mamba(8), MAMBA),
     Case(
-        "mixer.kind",
-        "short_conv",
-        {*NEW, "kernels"},
+        "mixer.kind", "short_conv", {*NEW, "kernels"},
         added("attn.B.", "attn.C.", "attn.x.", "attn.conv", gone=("attn.q.", "attn.k.", "attn.v.")),
     ),
     Case("mtp", {"modules": 1}, {"shapes", "gradients"}, further),
@@ -614,9 +580,7 @@ CASES = [
     Case("mixer.kernel", "reference", {"kernels"}, only("reference")),
     Case("mixer.kernel", "sdpa", {"kernels"}, only("sdpa")),
     Case(
-        "mlp.kind",
-        "experts",
-        {*NEW, *ROUTED},
+        "mlp.kind", "experts", {*NEW, *ROUTED},
         added("mlp.router.weight", *(f"mlp.experts.{e}." for e in range(8)), gone=EVERY_LAYER),
     ),
     Case(
@@ -635,11 +599,8 @@ CASES = [
         MIXTURE,
     ),
     Case(
-        "mlp.shared",
-        {"experts": 2},
-        {*NEW, *ROUTED},
-        added("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
-        MIXTURE,
+        "mlp.shared", {"experts": 2}, {*NEW, *ROUTED},
+        added("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"), MIXTURE,
     ),
     Case(
         "mlp.shared.experts",
@@ -666,9 +627,7 @@ CASES = [
     Case("mlp.router.weighs", "input", {*VALUES, *ROUTED}, base=MIXTURE),
     Case("mlp.router.logit_bias", True, {*NEW, *ROUTED}, added("mlp.router.logit_bias"), MIXTURE),
     Case(
-        "mlp.bias",
-        True,
-        {*NEW, *ROUTED},
+        "mlp.bias", True, {*NEW, *ROUTED},
         added(*(f"mlp.experts.{e}.{part}.bias" for e in range(4) for part in ("gate", "up", "down"))),
         MIXTURE,
     ),
@@ -695,7 +654,7 @@ NEEDS_A_GPU = {("mixer.kernel", "flash"), ("mixer.kernel", "triton")}  # tests/k
 def choices(cls: type, prefix: str = "") -> set[tuple[str, str]]:
     """(path, word) of every word that a key may have."""
     found: set[tuple[str, str]] = set()
-    for name, hint in hints_of(cls).items():
+    for name, hint in field_types(cls).items():
         for member in members_of(hint) if name != "blocks" else ():
             words = typing.get_args(member) if typing.get_origin(member) is Literal else ()
             found |= {(prefix + name, word) for word in words}
@@ -745,11 +704,7 @@ OTHER_KINDS = {
     "latent attention": {**LATENT, "mixer.q_rank": 20},
     "mixture": SHARED,
     "learned positions": {
-        **LEARNED,
-        "norm.kind": "layernorm",
-        "mlp.activation": "gelu",
-        "mlp.bias": True,
-        "mixer.bias": "all",
+        **LEARNED, "norm.kind": "layernorm", "mlp.activation": "gelu", "mlp.bias": True, "mixer.bias": "all",
     },
 }
 

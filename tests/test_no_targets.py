@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus, job
+from run_folder import steps, validations
 from safetensors.torch import load_file
 
 from checkpoint.disk import store
@@ -55,13 +57,10 @@ def run(home, prefix, *words, name="r", world=1):
     return job(home / f"job-{name}", world, args)
 
 
-def rows_of(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss" in row], [row for row in rows if "val_loss" in row]
-
-
-def summary_of(folder):
-    return json.loads((folder / "summary.json").read_text())
+def targets_line(end) -> str:
+    """The line of the header that says which targets count."""
+    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    return line
 
 
 @pytest.fixture(scope="module")
@@ -95,17 +94,17 @@ def test_the_header_says_what_counts(tmp_path):
     end = run(tmp_path, prefix, "--train.steps", "1", "--train.global_batch", "35",
               "--train.micro_batch", "35", "--train.seq_len", "64")
     assert end.codes == [0], end.logs
-    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    line = targets_line(end)
     empty = (targets.sum(1) == 0).mean()
     shares = [100 * targets.mean(), 100 * empty, 100 * cut]
     assert [float(share) for share in re.findall(r"([\d.]+) %", line)] == [round(x, 1) for x in shares]
     assert "looked at" not in line
-    (row,), _ = rows_of(tmp_path / "r")
+    (row,) = steps(tmp_path / "r")
     assert row["targets"] == targets.sum()  # those that are trained
 
 
 def test_the_header_counts_what_a_mask_of_documents_leaves_out(tmp_path):
-    """The first token of a document is no target under data.doc_mask."""
+    """The first token of a document does not count under data.doc_mask."""
     prefix = corpus(tmp_path)
     lines = {}
     for mask in ("true", "false"):
@@ -122,7 +121,7 @@ def test_whole_conversations_are_not_cut(tmp_path):
     end = run(tmp_path, prefix, "--train.steps", "1", "--train.seq_len", "64", "--data.pack", "best_fit",
               "--data.doc_mask", "true")
     assert end.codes == [0], end.logs
-    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    line = targets_line(end)
     assert "0.0 % of sequences have none" in line and "cut" not in line
     assert "looked at" not in line  # the four sequences that the run reads
 
@@ -134,22 +133,22 @@ def test_a_large_file_is_sampled(tmp_path):
     share = is_whole.sum() / len(bits(prefix))
     end = run(tmp_path, prefix, "--train.steps", "8", "--train.global_batch", "128",
               "--train.micro_batch", "64")
-    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    line = targets_line(end)
     assert re.search(r"\(512 of 1,024 sequences looked at\)", line), line
     assert float(re.search(r"([\d.]+) %", line)[1]) == pytest.approx(100 * share, rel=0.3)
 
 
-@pytest.mark.parametrize("words, way_out", [
+@pytest.mark.parametrize("words, fix_hint", [
     (["--train.steps", "2"], "raise train.seq_len: a conversation has 4,0"),
     (["--train.steps", "2", "--data.pack", "best_fit", "--data.doc_mask", "true"], "raise train.seq_len"),
 ])
-def test_a_run_without_any_target_is_refused(tmp_path, words, way_out):
+def test_a_run_without_any_target_is_refused(tmp_path, words, fix_hint):
     """Eight sequences of questions, whose answers the run never reaches."""
     prefix = conversations(tmp_path, 4000, "a", count=8)
     end = run(tmp_path, prefix, *words)
     assert end.codes == [2]
     (line,) = end.errors()
-    assert "none of the 8 sequences" in line and "data.path" in line and way_out in line, line
+    assert "none of the 8 sequences" in line and "data.path" in line and fix_hint in line, line
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
@@ -179,15 +178,14 @@ def tensors_of(folder):
 
 
 def test_a_step_without_a_target_changes_nothing(tmp_path, mostly_questions):
-    """Weights, moments and average are those of the checkpoint before; the rate goes on; no loss is told."""
-    steps = 8
-    words = ["--train.steps", str(steps), "--checkpoint.every", "1", "--checkpoint.keep", "20",
+    """Weights, moments and average are those of the checkpoint before; the rate moves on; no loss is told."""
+    words = ["--train.steps", "8", "--checkpoint.every", "1", "--checkpoint.keep", "20",
              "--train.ema", "0.9", "--optim.weight_decay", "0.5"]
     end = run(tmp_path, mostly_questions, *words)
     assert end.codes == [0], end.logs
-    rows, _ = rows_of(tmp_path / "r")
+    rows = steps(tmp_path / "r")
     empty = [row["step"] for row in rows if row["targets"] == 0]
-    assert 2 <= len(empty) <= 6 and len(rows) == steps
+    assert 2 <= len(empty) <= 6 and len(rows) == 8
 
     folders = dict(store.committed_checkpoints(tmp_path / "r" / "checkpoints"))
     for row in rows:
@@ -202,31 +200,27 @@ def test_a_step_without_a_target_changes_nothing(tmp_path, mostly_questions):
         assert all(same) if is_empty else not any(same)
 
     # the rate is that of a run in which every step trains
-    from ranks import corpus
     assert run(tmp_path, corpus(tmp_path), *words, name="full").codes == [0]
-    full, _ = rows_of(tmp_path / "full")
+    full = steps(tmp_path / "full")
     assert [row["lr"] for row in rows] == [row["lr"] for row in full]
     assert {row["targets"] for row in full} == {4 * SEQ_LEN}
 
     # what the run says
-    summary = summary_of(tmp_path / "r")
+    summary = run_folder.summary(tmp_path / "r")
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     assert summary["steps_without_targets"] == len(empty) and summary["finished"]
     assert summary["train_loss"] == losses[-1]
     log = end.logs[0]
-    assert f"{len(empty)} of {steps} steps had no target" in log
+    assert f"{len(empty)} of 8 steps had no target" in log
     assert f"loss {losses[0]:.2f} -> {losses[-1]:.2f}" in log
     shown = {int(line.split("/")[0]): line.split() for line in log.splitlines()
-             if re.match(rf" *\d+/{steps} ", line)}
+             if re.match(r" *\d+/8 ", line)}
     assert all((shown[row["step"]][1:3] == ["-", "-"]) == (row["step"] in empty) for row in rows)
 
 
 LAYOUTS = {
-    "zero1": "--parallel.zero 1",
-    "zero3": "--parallel.zero 3",
-    "pp2": "--parallel.pp 2 --train.micro_batch 2",
-    "cp2": "--parallel.cp 2",
-    "tp2": "--parallel.tp 2",
+    "zero1": "--parallel.zero 1", "zero3": "--parallel.zero 3",
+    "pp2": "--parallel.pp 2 --train.micro_batch 2", "cp2": "--parallel.cp 2", "tp2": "--parallel.tp 2",
 }
 
 
@@ -239,7 +233,7 @@ def test_every_layout_skips_the_same_steps(tmp_path, mostly_questions, layout):
     assert run(tmp_path, mostly_questions, *words, name="one").codes == [0]
     end = run(tmp_path, mostly_questions, *words, *LAYOUTS[layout].split(), name="two", world=2)
     assert end.codes == [0, 0], end.logs
-    want, found = rows_of(tmp_path / "one")[0], rows_of(tmp_path / "two")[0]
+    want, found = steps(tmp_path / "one"), steps(tmp_path / "two")
     for name in ("targets", "skipped", "spike", "lr"):
         assert [row[name] for row in found] == [row[name] for row in want], name
     assert sum(row["skipped"] for row in want) >= 2 and not any(row["spike"] for row in want)
@@ -247,19 +241,19 @@ def test_every_layout_skips_the_same_steps(tmp_path, mostly_questions, layout):
         numbers = [[np.nan if row[name] is None else row[name] for row in rows] for rows in (found, want)]
         np.testing.assert_allclose(*numbers, rtol=1e-9)
     assert "computed again" not in end.logs[0]
-    averages = [[row["val/ema/loss"] for row in rows_of(tmp_path / name)[1]] for name in ("one", "two")]
+    averages = [[row["val/ema/loss"] for row in validations(tmp_path / name)] for name in ("one", "two")]
     np.testing.assert_allclose(*averages, rtol=1e-9)
 
 
 def test_more_steps_in_a_row_than_may_fail(tmp_path):
-    """They are no failure, however many they are; in fp16 the loss scale stays, too."""
+    """They do not count as failures, however many they are; in fp16 the loss scale stays, too."""
     prefix = conversations(tmp_path, "y", 150)
     words = ["--train.steps", "40", "--train.dtype", "fp16", "--train.loss_scale", "256",
              "--train.loss_scale_window", "3", "--checkpoint.every", "1", "--checkpoint.keep", "100",
              "--train.global_batch", "1"]
     end = run(tmp_path, prefix, *words)
     assert end.codes == [0], end.logs
-    rows, _ = rows_of(tmp_path / "r")
+    rows = steps(tmp_path / "r")
     has_targets = "".join("x" if row["targets"] else "-" for row in rows)
     assert "-" * 21 in has_targets and "x" in has_targets, has_targets  # train.SKIPPED_STEPS_FP16 is 20
     assert not any("nonfinite" in row for row in rows)
@@ -279,15 +273,14 @@ def test_a_validation_without_a_target_has_no_loss(tmp_path):
     end = run(tmp_path, prefix, "--train.steps", "60", "--eval.every", "30", "--train.ema", "0.9",
               "--train.global_batch", "1")
     assert end.codes == [0], end.logs
-    _, validations = rows_of(tmp_path / "r")
-    assert len(validations) >= 2
-    for row in validations:
+    assert len(validations(tmp_path / "r")) >= 2
+    for row in validations(tmp_path / "r"):
         assert [row[name] for name in ("val_loss", "val_ppl", "val_bpb", "val/ema/loss")] == [None] * 4
         assert "nonfinite" not in row
     assert "nan" not in end.logs[0] and "no target" in end.logs[0]
-    (line,) = [line for line in end.logs[0].splitlines() if line.startswith("targets")]
+    line = targets_line(end)
     assert re.search(r"; none of a validation \(\d+ sequences looked at\), which has no loss", line), line
-    assert summary_of(tmp_path / "r")["validation"] is None
+    assert run_folder.summary(tmp_path / "r")["validation"] is None
 
 
 # ---- who reads it ------------------------------------------------------------------------------------------
@@ -336,7 +329,7 @@ def test_no_sink_and_no_picture_has_a_loss_of_such_a_step(tmp_path, mostly_quest
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     end = run(tmp_path, mostly_questions, "--train.steps", "8", "--log.tensorboard", "true")
     assert end.codes == [0], end.logs
-    rows, _ = rows_of(tmp_path / "r")
+    rows = steps(tmp_path / "r")
     events = accumulator.EventAccumulator(str(tmp_path / "r" / "tensorboard"))
     events.Reload()
     losses = {event.step: event.value for event in events.Scalars("train/loss")}

@@ -1,6 +1,5 @@
 """Systems that are not Linux, as far as a process can be made to believe in one (tests/other_system.py)."""
 
-import json
 import os
 import pathlib
 import re
@@ -8,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import run_folder
 import torch
 from other_system import LINUX_ONLY
 from ranks import MODEL, corpus
@@ -49,13 +49,12 @@ def settings(folder: pathlib.Path, steps: int) -> list[str]:
 
 
 def steps_of(folder: pathlib.Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "loss" in row]
+    return run_folder.steps(folder / "run")
 
 
 @pytest.mark.slow
 def test_a_mac_trains_on_its_cpu_saves_and_resumes(tmp_path):
-    """The same numbers as Linux, of which this is the same machine."""
+    """The numbers are those of Linux on this machine."""
     for steps in (2, 4):
         end = started(SYSTEM, "macos", "train.py", *settings(tmp_path, steps))
         assert end.returncode == 0, end.stderr
@@ -75,7 +74,7 @@ def test_a_mac_trains_on_its_cpu_saves_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_on_a_mac(tmp_path):
+def test_two_ranks_train_on_a_mac(tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = [*settings(tmp_path, 2), "--parallel.tp", "2", "--checkpoint.async_save", "true"]
     end = started(*torchrun, SYSTEM, "macos", "train.py", *words)
@@ -189,7 +188,7 @@ def test_what_the_gpu_of_a_mac_reports(monkeypatch, tmp_path, capsys):
         for step in (1, 2, 3):
             log.log_step(step, **numbers, learning_rate=0.1, data_seconds=0.0, seconds=9.0)
     log.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = run_folder.rows(tmp_path)
     assert [(row["loss"], row["grad_norm"], row["skipped"], row["mem_gib"]) for row in rows] == 3 * [
         (2.5, 0.5, 0, 3.0)
     ]

@@ -7,20 +7,22 @@ import json
 
 import numpy as np
 import pytest
+import run_folder
 import torch
 from program import settings, trained
 from ranks import MODEL, corpus, job
-from test_resume import STEPS, run, same_as_clean, story
+from test_resume import STEPS, run, same_as_clean, story, weights
 
 import config
 import train
 from build import build_run, total_steps
 from checkpoint.disk import store
 from config import ConfigError
-from config.reading import phases_of, resolve
+from config.reading import get_phases, resolve
 from config.reading.phases import check_same_past, first_difference, same_plan
 from config.reading.schedules import plan_pipeline
 from config.reading.tiny import tiny_config
+from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
@@ -79,7 +81,7 @@ class Home:
         return run(self.folder, name, fault, (*self.extra, *more))
 
 
-def test_what_the_run_says(home):
+def test_a_run_says_where_its_phases_begin(home):
     rows = [dict(row) for row in story(home.folder / "clean")]
     steps = [row for row in rows if "loss" in row]
     assert [row["phase"] for row in steps] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -96,18 +98,11 @@ def test_what_the_run_says(home):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize(
-    "point, later",
-    [
-        ("step.end", 0),
-        ("ckpt.pre_rename", 0),
-        ("ckpt.post_rename", 0),
-        ("run.built", 0),
-        ("step.begin", 1),
-        ("step.end", 1),
-    ],
-)
-def test_killed_around_a_boundary(home, point, later, end):
+@pytest.mark.parametrize("point, later", [
+    ("step.end", 0), ("ckpt.pre_rename", 0), ("ckpt.post_rename", 0), ("run.built", 0), ("step.begin", 1),
+    ("step.end", 1),
+])
+def test_a_run_killed_around_a_boundary_continues_bit_for_bit(home, point, later, end):
     name = f"{point}-{later}-{end}"
     assert home.run(name, f"{point}:step={end + later}:act=SIGKILL") == -9
     assert home.run(name) == 0, (home.folder / f"{name}.log").read_text()
@@ -115,19 +110,13 @@ def test_killed_around_a_boundary(home, point, later, end):
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_last_step_of_a_phase(home):
-    assert home.run("signal", "step.begin:step=3:act=SIGTERM") == 75
-    assert home.run("signal") == 0
-    same_as_clean(home.folder, "signal")
-
-
-@pytest.mark.slow
-def test_an_evaluation_that_a_stop_at_a_boundary_left_out_is_of_the_phase_before(home):
+def test_a_run_that_is_stopped_at_a_boundary_makes_its_validation_in_the_phase_before(home):
     more = ("--eval.every", "3")
-    assert home.run("evals", more=more) == 0
-    assert home.run("owed", "step.begin:step=3:act=SIGTERM", more) == 75
-    assert home.run("owed", more=more) == 0
-    assert story(home.folder / "owed") == story(home.folder / "evals")
+    assert home.run("whole", more=more) == 0
+    assert home.run("stopped", "step.begin:step=3:act=SIGTERM", more) == 75
+    assert home.run("stopped", more=more) == 0
+    assert story(home.folder / "stopped") == story(home.folder / "whole")
+    assert weights(home.folder / "stopped") == weights(home.folder / "whole")
 
 
 @pytest.mark.slow
@@ -156,7 +145,7 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
     ]
     train = {"steps": 6, "phases": json.dumps(rows)}
     cfg = settings(corpus(tmp_path), train=train, model={"vocab": 257})
-    phases = phases_of(cfg).all
+    phases = get_phases(cfg).all
     shapes, rates, compared = [], [], []
 
     def logits_of(number: int, weights) -> torch.Tensor:
@@ -207,7 +196,7 @@ def write_tokens(folder, name: str, count: int) -> str:
 
 def windows_read(cfg) -> dict[tuple[int, str], list[tuple[int, int]]]:
     """{(phase, path): [(first token, length)] of every sample in the order of the steps}."""
-    phases, found = phases_of(cfg), {}
+    phases, found = get_phases(cfg), {}
     steps = total_steps(cfg, 1.0)
     for phase in phases.all:
         data = open_loader(cfg, "train", 0, 1, phase=phase.number)
@@ -243,8 +232,8 @@ def sources(tmp_path):
 
 
 def phased(path: str, rows: list[dict], **train):
-    cfg = settings(path, data={"split": "50,50"}, train={"steps": 20, "seq_len": 16, **train})
-    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=json.dumps(rows)))
+    train = {"steps": 20, "seq_len": 16, **train, "phases": json.dumps(rows)}
+    return settings(path, data={"split": "50,50"}, train=train)
 
 
 def test_the_epochs_of_a_phase_are_those_of_its_own_length(sources):
@@ -302,8 +291,7 @@ def test_neighbours_in_a_batch_come_from_different_spans(sources):
 def test_another_span_begins_a_new_epoch(sources):
     a, _ = sources
     cfg = phased(a, [{"after_steps": 10, "train.seq_len": 64}], global_batch=4, micro_batch=4, steps=12)
-    late = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, span=16))
-    plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=None))
+    late, plain = with_values(cfg, {"data.span": 16}), with_values(cfg, {"train.phases": None})
     assert windows_read(late)[1, a] == windows_read(plain)[1, a][:40]  # the past is that of a run without it
     assert times_read(windows_read(late)[2, a], 5000).max() == 1
 
@@ -313,7 +301,7 @@ READ = 8  # steps of the checkpoint at which plans are compared
 
 def samples_of(cfg) -> list:
     """The first READ steps of a run: [(path, first token, length) of each sample]."""
-    phases, found = phases_of(cfg), []
+    phases, found = get_phases(cfg), []
     for phase in phases.all:
         data = open_loader(cfg, "train", 0, 1, phase=phase.number)
         for step in range(phase.steps_before, min(READ, phases.last_step(phase, 20))):
@@ -364,9 +352,9 @@ def test_plans_continue_each_other_where_they_have_read_the_same(sources):
         other = another_plan(rng, rows, values)
         ramp = "2,2,9" if rng.integers(3) == 0 else None
         plans = [phased(a, plan, ramp=ramp, global_batch=4, micro_batch=1) for plan in (rows, other)]
-        plans = [dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, span=64)) for cfg in plans]
+        plans = [with_values(cfg, {"data.span": 64}) for cfg in plans]
         is_same = samples_of(plans[0]) == samples_of(plans[1])
-        difference = first_difference(*map(phases_of, plans), READ)
+        difference = first_difference(*map(get_phases, plans), READ)
         counts[is_same, difference is None] = counts.get((is_same, difference is None), 0) + 1
         assert is_same or difference is not None, (rows, other)
     assert counts[True, True] > 20 and counts[False, False] > 10, counts
@@ -387,20 +375,18 @@ CONTINUED = [{"after_steps": 4, "train.global_batch": 8}, {"after_steps": 9, "tr
         # others
         ([{"after_steps": 3, "train.global_batch": 8}, CONTINUED[1]], "phase 2: train.global_batch 4, not 8"),
         ([{**CONTINUED[0], "optim.lr": 1e-2}, CONTINUED[1]], "phase 2: optim.lr as before, not 0.01"),
-        (
-            [{**CONTINUED[0], "model.mixer.window": 8}, CONTINUED[1]],
-            "phase 2: model.mixer.window None, not 8",
-        ),
+        ([{**CONTINUED[0], "model.mixer.window": 8}, CONTINUED[1]],
+         "phase 2: model.mixer.window None, not 8"),
         ([CONTINUED[0]], "phase 1: data.span 64, not 16"),
         ([CONTINUED[0], {"after_steps": 10, "train.seq_len": 64}],
-         "phase 2: another length or blend comes after step 9 (to another train.seq_len), not after step 10"),
+         "phase 2: the length or blend changes after step 9 (to another train.seq_len), not after step 10"),
         ([CONTINUED[0], {"after_steps": 7, "train.global_batch": 2}, CONTINUED[1]],
          "phase 3: train.global_batch 8, not 2 (from step 8 on)"),
     ],
 )
 def test_what_counts_as_another_past(rows, told):
     """Both at step 6, in phase 2."""
-    old, new = (phases_of(phased("x", plan, global_batch=4, micro_batch=1)) for plan in (CONTINUED, rows))
+    old, new = (get_phases(phased("x", plan, global_batch=4, micro_batch=1)) for plan in (CONTINUED, rows))
     if not told:
         notes = check_same_past(old, new, 6, "CHECKPOINT")
         assert ["optim.clip" in note for note in notes] == [True for row in rows if "optim.clip" in row]
@@ -414,15 +400,14 @@ def test_what_counts_as_another_past(rows, told):
 # ---- the learning rate -------------------------------------------------------------------------------------
 
 
-def test_the_rates_by_hand(tmp_path):
+def test_the_rates_of_phases_are_those_computed_by_hand(tmp_path):
     rows = [
-        {"after_steps": 40, "train.global_batch": 4},  # the schedule goes on
+        {"after_steps": 40, "train.global_batch": 4},  # the schedule continues
         {"after_steps": 100, "optim.lr": 2e-3, "optim.warmup": 5, "optim.decay": "linear", "optim.min_lr": 0},
     ]
-    cfg = tiny_config("llama3-tiny")
-    train = dataclasses.replace(cfg.train, steps=160, phases=json.dumps(rows))
-    optim = dataclasses.replace(cfg.optim, lr=1e-2, warmup=10, decay="cosine", min_lr=1e-3)
-    cfg = dataclasses.replace(cfg, train=train, optim=optim)
+    schedule = {"optim.lr": 1e-2, "optim.warmup": 10, "optim.decay": "cosine", "optim.min_lr": 1e-3}
+    length = {"train.steps": 160, "train.phases": json.dumps(rows)}
+    cfg = with_values(tiny_config("llama3-tiny"), {**schedule, **length})
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 160)
 
     def by_hand(step: int) -> float:
@@ -454,17 +439,12 @@ def test_the_rates_by_hand(tmp_path):
 )
 def test_every_layout_runs_the_same_phases(ranks, tmp_path, name, parallel, changed):
     """Step 2 is the skipped one, and after step 3 the run is stopped and started again."""
-    cfg = tiny_config(name, 2)
     rows = [
         {"after_steps": 1, "train.seq_len": 16, "optim.lr": 2e-3, "optim.decay": "linear", **changed},
         {"after_steps": 3, "train.seq_len": 32, "train.global_batch": 4, "model.mixer.rope.base": 3e4},
     ]
-    cfg = dataclasses.replace(
-        cfg,
-        train=dataclasses.replace(cfg.train, phases=json.dumps(rows)),
-        parallel=dataclasses.replace(cfg.parallel, **parallel),
-    )
-    first, _ = prove(ranks(2), cfg, tmp_path)
+    keys = {"train.phases": json.dumps(rows), **{f"parallel.{key}": to for key, to in parallel.items()}}
+    first, _ = prove(ranks(2), with_values(tiny_config(name, 2), keys), tmp_path)
     assert not first.is_wrong, first
 
 
@@ -473,9 +453,8 @@ def test_every_layout_runs_the_same_phases(ranks, tmp_path, name, parallel, chan
 
 def test_the_planner_plans_the_phase_that_needs_most():
     rows = [{"after_steps": 2, "train.seq_len": 64}, {"after_steps": 9, "train.seq_len": 32}]
-    cfg = tiny_config("llama3-tiny")
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=json.dumps(rows)))
-    plain = [phase.cfg for phase in phases_of(cfg).all]
+    cfg = with_values(tiny_config("llama3-tiny"), {"train.phases": json.dumps(rows)})
+    plain = [phase.cfg for phase in get_phases(cfg).all]
     assert holdings(cfg, 1, None) == holdings(plain[1], 1, None) != holdings(plain[0], 1, None)
     longest, line = phase_to_plan(cfg)
     assert longest == plain[1] and line.startswith("phase 2 of 3") and "64 tokens" in line
@@ -506,12 +485,11 @@ def test_the_planner_plans_the_phase_that_needs_most():
         ("- {after_steps: 3, optim.decay_steps: 3}", "{file}: phase 2: optim.decay_steps: 3 is a step"),
     ],
 )
-def test_what_is_refused(tmp_path, text, words):
+def test_a_plan_that_cannot_be_is_refused_in_one_line_that_names_its_phase(tmp_path, text, words):
     file = write_phases(tmp_path, text)
+    argv = ["--train.phases", file, "--train.steps", "2", "--train.seq_len", "16"]
     with pytest.raises(ConfigError) as caught:
-        argv = ["--train.phases", file, "--train.steps", "2", "--train.seq_len", "16"]
-        cfg = resolve("llama3-tiny", None, argv)
-        plan_pipeline(cfg, 1)
+        plan_pipeline(resolve("llama3-tiny", None, argv), 1)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(words.format(file=file))
 
@@ -528,7 +506,7 @@ def test_a_phase_keeps_the_number_of_learned_positions(tmp_path):
     assert not (tmp_path / "learned" / "metrics.jsonl").exists()
 
 
-def test_what_is_refused_of_data_and_past(home):
+def test_data_and_a_past_that_do_not_fit_are_refused_before_a_step(home):
     """Before any step: exit code 2 and one line."""
     text = "- {after_steps: 4, optim.lr: 1e-3}\n- {after_steps: 5, data.path: %s}"
     short = write_tokens(home.folder, "short", 3)
@@ -571,7 +549,7 @@ def test_a_phase_that_is_added_to_a_run_that_had_none(home):
 
 
 def test_a_failure_while_a_phase_begins_leaves_a_summary(tmp_path):
-    """There is no session then that could write it; advice on memory is given once."""
+    """No session exists then that could write it; advice on memory is given once."""
 
     def fail(rank):
         def begin_phase(services, *_, **__):
@@ -586,7 +564,7 @@ def test_a_failure_while_a_phase_begins_leaves_a_summary(tmp_path):
     assert end.codes == [81], end.logs
     (line,) = end.errors()
     assert line.count("out of memory") == 1, line
-    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    summary = run_folder.summary(tmp_path / "r")
     assert summary["finished"] is False and summary["step"] == 3
     assert summary["reason"] == "ended as the phase after step 3 began"
 

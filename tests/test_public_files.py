@@ -1,5 +1,5 @@
-"""What a public repository has beside its code says the same as the code: versions of Python, Bevatron's own
-version, the version of ruff, and commands.
+"""The files beside the code say the same as the code: versions of Python, Bevatron's own version, the version
+of ruff, and commands.
 """
 
 import pathlib
@@ -13,11 +13,7 @@ from config.version import VERSION
 
 ROOT = pathlib.Path(__file__).parent.parent
 PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
-YAML = [
-    *(ROOT / ".github").rglob("*.yml"),
-    ROOT / ".pre-commit-config.yaml",
-    ROOT / "CITATION.cff",
-]
+YAML = [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff"]
 
 
 def read(name):
@@ -25,7 +21,7 @@ def read(name):
 
 
 @pytest.mark.parametrize("file", YAML, ids=lambda file: file.name)
-def test_it_is_yaml(file):
+def test_a_file_of_the_repository_is_yaml(file):
     assert isinstance(yaml.safe_load(file.read_text()), dict)
 
 

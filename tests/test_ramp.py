@@ -43,7 +43,7 @@ def megatron(t: TrainConfig, steps: int) -> list[int]:
     "ramp, size",
     [("4,4,100", 16), ("4,4,3", 32), ("1,1,400", 9), ("8,8,1", 64), ("6,2,77", 12), ("2,14,50", 16)],
 )
-def test_steps_and_sequences(ramp, size):
+def test_steps_and_sequences_are_megatron_s(ramp, size):
     t = TrainConfig(global_batch=size, ramp=ramp)
     want = megatron(t, 300)
     assert [global_batch_at(t, s) for s in range(300)] == want and set(want) == set(global_batch_sizes(t))
@@ -69,13 +69,11 @@ def test_a_horizon_in_tokens_counts_the_ramp():
 def test_a_schedule_for_each_number_of_microbatches():
     cfg = tiny_config("llama3-tiny")
     cfg = dataclasses.replace(
-        cfg,
-        train=dataclasses.replace(cfg.train, global_batch=16, ramp="4,4,40"),
+        cfg, train=dataclasses.replace(cfg.train, global_batch=16, ramp="4,4,40"),
         parallel=dataclasses.replace(cfg.parallel, pp=2),
     )
-    assert [s.microbatches for s in make_schedules(cfg, 4)] == [2, 4, 6, 8] and plan_pipeline(
-        cfg, 4
-    ).microbatches == 8
+    assert [s.microbatches for s in make_schedules(cfg, 4)] == [2, 4, 6, 8]
+    assert plan_pipeline(cfg, 4).microbatches == 8
 
 
 # ---- samples -----------------------------------------------------------------------------------------------
@@ -89,8 +87,7 @@ def prefix(tmp_path_factory):
 def settings(prefix, ramp="4,4,40"):
     cfg = tiny_config("llama3-tiny")
     return dataclasses.replace(
-        cfg,
-        model=dataclasses.replace(cfg.model, vocab=None),
+        cfg, model=dataclasses.replace(cfg.model, vocab=None),
         train=dataclasses.replace(cfg.train, global_batch=16, ramp=ramp, seq_len=8),
         data=dataclasses.replace(cfg.data, path=prefix, tokenizer=None),
     )
@@ -122,7 +119,7 @@ def test_a_ramp_reads_the_samples_of_a_plain_run_in_their_order(prefix):
         ("global_batch_at", lambda t, step: t.global_batch),
     ],
 )
-def test_planted_bugs_are_seen(prefix, monkeypatch, name, wrong):
+def test_a_planted_bug_of_the_samples_is_seen(prefix, monkeypatch, name, wrong):
     """Samples that the short steps left out, samples that are read twice, steps that take too many."""
     monkeypatch.setattr(loader, name, wrong)
     with pytest.raises(AssertionError):
@@ -154,31 +151,14 @@ def rows(folder) -> list[dict]:
 @pytest.mark.slow
 def test_a_resume_in_the_middle_bit_for_bit_and_under_another_dp(tmp_path, prefix):
     args = [
-        "llama3-tiny",
-        *MODEL,
-        "--data.path",
-        prefix,
-        "--train.dtype",
-        "fp64",
-        "--log.dir",
-        str(tmp_path),
-        "--model.dropout",
-        "0.1",
-        "--train.global_batch",
-        "12",
-        "--train.ramp",
-        "4,4,20",
-        "--train.steps",
-        "7",
-        "--checkpoint.every",
-        "2",
+        "llama3-tiny", *MODEL, "--data.path", prefix, "--train.dtype", "fp64", "--log.dir", str(tmp_path),
+        "--model.dropout", "0.1", "--train.global_batch", "12", "--train.ramp", "4,4,20",
+        "--train.steps", "7", "--checkpoint.every", "2",
     ]
     for name, first in (("one", None), ("same", 1), ("more", 2)):
         if first:  # stopped in the ramp, at a step of 4 or 8 sequences
             end = job(
-                tmp_path / f"{name}-1",
-                first,
-                [*args, "--log.name", name],
+                tmp_path / f"{name}-1", first, [*args, "--log.name", name],
                 fault="step.begin:step=5:act=SIGKILL",
             )
             assert set(end.codes) <= {-9, -15}, end.logs
@@ -186,12 +166,10 @@ def test_a_resume_in_the_middle_bit_for_bit_and_under_another_dp(tmp_path, prefi
         assert set(end.codes) == {0}, end.logs
     one, same, more = (rows(tmp_path / name) for name in ("one", "same", "more"))
     assert [r["tokens"] for r in one] == [16 * n for n in itertools.accumulate([4, 4, 4, 8, 12, 12, 12])]
-    assert [r["loss"] for r in same] == [r["loss"] for r in one] and [r["grad_norm"] for r in same] == [
-        r["grad_norm"] for r in one
-    ]
-    assert [r["tokens"] for r in more] == [r["tokens"] for r in one] and [r["lr"] for r in more] == [
-        r["lr"] for r in one
-    ]
+    assert [r["loss"] for r in same] == [r["loss"] for r in one]
+    assert [r["grad_norm"] for r in same] == [r["grad_norm"] for r in one]
+    assert [r["tokens"] for r in more] == [r["tokens"] for r in one]
+    assert [r["lr"] for r in more] == [r["lr"] for r in one]
     np.testing.assert_allclose([r["loss"] for r in more], [r["loss"] for r in one], rtol=1e-9)
     end = job(tmp_path / "other", 1, [*args, "--log.name", "same", "--train.ramp", "4,4,24"])
     assert end.codes == [2] and "train.ramp" in end.errors()[0]

@@ -10,6 +10,7 @@ import pathlib
 import sys
 
 import pytest
+import run_folder
 import slurm_cluster
 from ranks import MODEL, corpus
 
@@ -107,7 +108,7 @@ class Jobs:
         return story, {piece["key"]: piece["checksum"] for piece in index["pieces"]}
 
     def reason(self, name: str) -> dict:
-        return json.loads((self.home / name / "exit_reason.json").read_text())
+        return run_folder.exit_reason(self.home / name)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +179,7 @@ def test_a_stop_file_that_says_requeue_starts_it_again(jobs, uninterrupted):
     finishes_as(uninterrupted, jobs, "again", job)
 
 
-def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(jobs, uninterrupted):
+def test_a_job_that_loses_a_node_continues_from_its_last_checkpoint(jobs, uninterrupted):
     """The node's slurmd and its ranks are killed. The ranks that are left end the job, which waits."""
     job = jobs.submit("lost", slow=True, settings=("--checkpoint.every", "2"))
     jobs.wait_step("lost", 5, job)
@@ -196,24 +197,13 @@ def test_an_array_of_jobs_runs_the_rungs_of_a_ladder(jobs):
     settings = [
         f"--{key}={value}"
         for key, value in {
-            "data.path": jobs.data,
-            "model.vocab": 257,
-            "train.seq_len": 16,
-            "train.global_batch": 4,
-            "train.micro_batch": 4,
-            "train.threads": 1,
-            "eval.batches": 1,
+            "data.path": jobs.data, "model.vocab": 257, "train.seq_len": 16, "train.global_batch": 4,
+            "train.micro_batch": 4, "train.threads": 1, "eval.batches": 1,
         }.items()
     ]
     array = jobs.sbatch(
-        "--partition=low",
-        "--array=1-2",
-        f"--output={jobs.home}/rung%a.out",
-        "scripts/scaling/ladder.sbatch",
-        str(folder),
-        "llama3-tiny",
-        *ladder,
-        *settings,
+        "--partition=low", "--array=1-2", f"--output={jobs.home}/rung%a.out", "scripts/scaling/ladder.sbatch",
+        str(folder), "llama3-tiny", *ladder, *settings,
     )
     for rung in ("1", "2"):
         assert jobs.wait_end(f"{array}_{rung}") == "COMPLETED 0:0", jobs.printed(f"rung{rung}")

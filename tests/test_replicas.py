@@ -2,11 +2,10 @@
 saved, and is named with its rank, its parameter and its element. Sound ranks pass.
 """
 
-import json
-import pathlib
 import struct
 
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus, job
 
@@ -14,7 +13,7 @@ import train
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.replicas import compare_replicas
-from parallel.sharding.replicas import ReplicasDiffer
+from parallel.sharding.replicas import ReplicaMismatch
 from parallel.wire import comm
 from parallel.wire.checksum import checksum
 
@@ -51,7 +50,7 @@ def flip(session, key, moment=None, weights=False):
             elif moment is None:
                 flat = bucket.weights.master
             else:
-                flat = state.moments_of(run)[moment][number]
+                flat = state.get_moments(run)[moment][number]
             if start < end:
                 words = flat[start:start + 1].view({2: torch.int16, 4: torch.int32}[flat.itemsize])
                 words ^= 1 << (2 if flat.itemsize == 2 else 10)
@@ -59,39 +58,47 @@ def flip(session, key, moment=None, weights=False):
     return False
 
 
+def after_step(step, act):
+    """before(rank) of a job: each rank calls act(session, rank) after this step."""
+
+    def before(rank):
+        one_step = train.run_one_step
+
+        def then_act(session, at):
+            one_step(session, at)
+            if at == step:
+                act(session, rank)
+
+        train.run_one_step = then_act
+
+    return before
+
+
 def planted(flips):
     """before(rank) of a job: after step 2 each fault of `flips` is planted and mended again, and what the
     comparison says is printed. flips: {name: (rank, arguments of flip)}.
     """
 
-    def before(own_rank):
-        one_step = train.run_one_step
+    def plant_each(session, own_rank):
+        compare_replicas(session.run)  # all are sound
+        for name, (rank, arguments) in flips.items():
+            if own_rank == rank:
+                assert flip(session, **arguments), name
+            told = "nothing"
+            try:
+                compare_replicas(session.run)
+            except ReplicaMismatch as error:
+                told = str(error)
+            print(f"planted {name}: {told}")
+            if own_rank == rank:
+                flip(session, **arguments)
+        compare_replicas(session.run)
 
-        def changed(session, step):
-            one_step(session, step)
-            if step != 2:
-                return
-            compare_replicas(session.run)  # all are sound
-            for name, (rank, arguments) in flips.items():
-                if own_rank == rank:
-                    assert flip(session, **arguments), name
-                told = "nothing"
-                try:
-                    compare_replicas(session.run)
-                except ReplicasDiffer as error:
-                    told = str(error)
-                print(f"planted {name}: {told}")
-                if own_rank == rank:
-                    flip(session, **arguments)
-            compare_replicas(session.run)
-
-        train.run_one_step = changed
-
-    return before
+    return after_step(2, plant_each)
 
 
 def told_of(end, name):
-    """What each rank said of a planted fault."""
+    """The text of each rank about a planted fault."""
     lines = [[line for line in log.splitlines() if line.startswith(f"planted {name}: ")] for log in end.logs]
     return [line[0].partition(": ")[2] for line in lines]
 
@@ -218,7 +225,7 @@ def test_sound_ranks_pass_after_every_step(tmp_path, args, layout):
     more = ("--train.steps", "4", "--checkpoint.every", "3", "--checkpoint.check_replicas", "1")
     end = run(tmp_path, [*args, *more, *layout.split()], world=4)
     assert end.codes == [0, 0, 0, 0], end.logs
-    assert [step for step, _ in store.committed_checkpoints(tmp_path / "run" / "checkpoints")] == [4, 3]
+    assert run_folder.saved_steps(tmp_path / "run") == [4, 3]
 
 
 # ---- in a run ----------------------------------------------------------------------------------------------
@@ -226,31 +233,17 @@ def test_sound_ranks_pass_after_every_step(tmp_path, args, layout):
 
 def flips_at(step, rank, **arguments):
     """before(rank) of a job: one bit changes on one rank after this step, and stays so."""
-
-    def before(own_rank):
-        one_step = train.run_one_step
-
-        def changed(session, at):
-            one_step(session, at)
-            if at == step and own_rank == rank:
-                flip(session, **arguments)
-
-        train.run_one_step = changed
-
-    return before
+    return after_step(step, lambda session, own_rank: own_rank == rank and flip(session, **arguments))
 
 
 @pytest.mark.slow
 def test_nothing_is_saved_once_replicas_differ(tmp_path, args):
-    end = run(
-        tmp_path,
-        [*args, "--parallel.zero", "0", "--train.steps", "6", "--checkpoint.every", "2"],
-        before=flips_at(3, 1, key=OUT),
-    )
+    more = ("--parallel.zero", "0", "--train.steps", "6", "--checkpoint.every", "2")
+    end = run(tmp_path, [*args, *more], before=flips_at(3, 1, key=OUT))
     assert end.codes == [80, 80], end.logs
     assert any("replicas differ at step 4: " in line and OUT in line for line in end.errors())
-    assert [step for step, _ in store.committed_checkpoints(tmp_path / "run" / "checkpoints")] == [2]
-    reason = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
+    assert run_folder.saved_steps(tmp_path / "run") == [2]
+    reason = run_folder.exit_reason(tmp_path / "run")
     assert (reason["code"], reason["requeue"]) == (80, True)
 
 
@@ -285,13 +278,13 @@ def by_hand(x: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [0, 1, 7, 128, 1000, 4099])
-def test_the_checksum_by_hand(dtype, size):
+def test_the_checksum_is_that_computed_by_hand(dtype, size):
     whole = torch.randn(size + 3, generator=torch.Generator().manual_seed(size)).to(dtype)
     for x in (whole[:size], whole[3:]):
         assert int(checksum(x)) == by_hand(x)
 
 
-def test_every_single_bit_counts():
+def test_the_checksum_sees_every_single_bit():
     x = torch.randn(300, generator=torch.Generator().manual_seed(1))
     sound = int(checksum(x))
     for position in range(0, 300, 7):
@@ -300,11 +293,6 @@ def test_every_single_bit_counts():
             changed.view(torch.int32)[position] ^= -(2**31) if bit == 31 else 1 << bit
             assert int(checksum(changed)) != sound
     assert int(checksum(x.flip(0))) != sound
-
-
-def test_the_page_tells_of_the_code():
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "training.md").read_text()
-    assert "| 80 | ranks that must hold the same" in text
 
 
 # ---- exchanges ---------------------------------------------------------------------------------------------
@@ -320,12 +308,12 @@ def swapped(session):
         comm.all_reduce_sum(x, group)
 
 
-def of_two_types(session):
+def with_two_dtypes(session):
     group = session.run.mesh.tp
     comm.all_reduce_sum(torch.ones(8, dtype=(torch.bfloat16, torch.float16)[group.index]), group)
 
 
-def started_of_two_types(session):
+def started_with_two_dtypes(session):
     group = session.run.mesh.tp
     x = torch.ones(8, dtype=(torch.float32, torch.int32)[group.index])
     comm.start_all_gather(x, group, x.new_zeros(16)).wait()
@@ -334,23 +322,14 @@ def started_of_two_types(session):
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange, told", [
     (swapped, "the same ones on rank 0 and on rank 1, in another order"),
-    (of_two_types, "all_reduce of 16 bytes in torch.bfloat16: 1 on rank 0, 0 on rank 1; all_reduce of 16 "
-                   "bytes in torch.float16: 0 on rank 0, 1 on rank 1"),
-    (started_of_two_types, "all_gather of 64 bytes in torch.float32: 1 on rank 0, 0 on rank 1; all_gather of "
-                           "64 bytes in torch.int32: 0 on rank 0, 1 on rank 1"),
+    (with_two_dtypes, "all_reduce of 16 bytes in torch.bfloat16: 1 on rank 0, 0 on rank 1; "
+                      "all_reduce of 16 bytes in torch.float16: 0 on rank 0, 1 on rank 1"),
+    (started_with_two_dtypes, "all_gather of 64 bytes in torch.float32: 1 on rank 0, 0 on rank 1; "
+                              "all_gather of 64 bytes in torch.int32: 0 on rank 0, 1 on rank 1"),
 ])
 def test_exchanges_that_do_not_match_are_named_and_nothing_is_saved(tmp_path, args, exchange, told):
-    def before(own_rank):
-        one_step = train.run_one_step
-
-        def changed(session, step):
-            one_step(session, step)
-            if step == 2:
-                exchange(session)
-
-        train.run_one_step = changed
-
-    end = run(tmp_path, [*args, "--parallel.tp", "2", "--train.steps", "3"], before=before)
+    more = ("--parallel.tp", "2", "--train.steps", "3")
+    end = run(tmp_path, [*args, *more], before=after_step(2, lambda session, _: exchange(session)))
     assert end.codes == [1, 1], end.logs
     (line, *_) = [line for line in end.errors() if told in line] or pytest.fail(f"{end.errors()}")
     assert "ranks of group tp (ranks 0, 1) run different exchanges by step 2: " in line

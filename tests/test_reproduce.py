@@ -12,6 +12,7 @@ import sys
 import fake_wandb
 import numpy as np
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus, job
 from tokenizer_families import make_tokenizer
@@ -106,7 +107,7 @@ def test_a_run_says_what_made_it(run, repo, tmp_path, monkeypatch):
     for step in (1, 2):
         meta = json.loads((folder / f"checkpoints/step_0000000{step}/meta.json").read_text())
         assert meta["provenance"] == kept
-    assert json.loads((folder / "summary.json").read_text())["provenance"] == kept
+    assert run_folder.summary(folder)["provenance"] == kept
     (facts,) = (line[1]["run"] for line in told() if line[0] == "config")
     assert facts["provenance"] == kept
 
@@ -133,15 +134,15 @@ def test_a_resume_under_other_code_says_so(run, repo, tmp_path):
     assert run()[0] == 0
     first = git(repo, "rev-parse", "--short=7", "HEAD")
     code, out = run("--train.steps", "3")
-    assert code == 0 and "other code" not in out
+    assert code == 0 and "different code" not in out
 
     git(repo, "commit", "-q", "-a", "-m", "second")
     (repo / "model/mlp.py").write_text("one\nTWO\nand\nthree\nfour\n")
     second = git(repo, "rev-parse", "--short=7", "HEAD")
     code, out = run("--train.steps", "4")
     assert code == 0, out
-    (line,) = (line for line in out.splitlines() if "other code" in line)
-    assert line == f"resumed with other code ({first}+ -> {second}+: model/mlp.py +2 -0)"
+    (line,) = (line for line in out.splitlines() if "different code" in line)
+    assert line == f"resumed with different code ({first}+ -> {second}+: model/mlp.py +2 -0)"
     assert [record["step"] for record in provenance.read_records(tmp_path / "r")] == [0, 2, 3]
 
 
@@ -152,8 +153,8 @@ def test_a_resume_under_other_packages_says_so(run, repo, monkeypatch):
     monkeypatch.undo()
     code, out = run("--train.steps", "3")
     assert code == 0
-    assert f"resumed with other packages (numpy 1.0 -> {np.__version__})" in out
-    assert "other packages" not in run("--train.steps", "4")[1]
+    assert f"resumed with different packages (numpy 1.0 -> {np.__version__})" in out
+    assert "different packages" not in run("--train.steps", "4")[1]
 
 
 @pytest.mark.parametrize("trouble", ["a run folder that refuses", "git does not answer"])
@@ -213,11 +214,11 @@ def test_each_phase_names_its_data(run, repo, tmp_path):
 
 
 @pytest.mark.slow
-def test_where_weights_come_from(run, repo, tmp_path, capfd):
+def test_a_run_says_where_its_weights_come_from(run, repo, tmp_path, capfd):
     assert run()[0] == 0
     code, out = run("--log.name", "tuned", "--checkpoint.init_from", str(tmp_path / "r"))
     assert code == 0, out
-    assert run("--train.steps", "3")[0] == 0  # the source goes on
+    assert run("--train.steps", "3")[0] == 0  # the source continues
     (record,) = provenance.read_records(tmp_path / "tuned")
     source = tmp_path / "r/checkpoints/step_00000002"
     sealed = (source / "index.sha256").read_text().split()[0]
@@ -360,56 +361,53 @@ def test_a_run_is_made_again_from_its_tree(run, repo, tmp_path, capfd):
     assert "today" in (repo / "model/mlp.py").read_text()
 
 
-def break_commit(folder, repo, records):
-    records[0]["code"]["commit"] = "1" * 40
-    return "commit 1{40} is not in this clone, .*git fetch"
+def later_start(records, code=None, settings=None):
+    """Another start of the run, from step 5 on."""
+    record = json.loads(json.dumps(records[0])) | {"date": "later", "step": 5}
+    record["code"].update(code or {})
+    record["settings"].update(settings or {})
+    records.append(record)
 
 
-def break_patch(folder, repo, records):
-    next((folder / "patches").iterdir()).unlink()
-    return r"patches/.*\.patch: No such file"
-
-
-def break_large(folder, repo, records):
-    records[0]["code"]["kept"] = False
-    return "were not committed, more than the .*model/mlp.py"
-
-
-def break_data(folder, repo, records):
-    (folder.parent / "text.idx").unlink()
-    return r"text.idx: No such file .*restore"
-
-
-def break_content(folder, repo, records):
-    records[0]["inputs"]["data"][0]["identity"] = "2" * 64
-    return "text.bin: is not what it was .*222222222222"
-
-
-def break_code(folder, repo, records):
-    records.append(json.loads(json.dumps(records[0])))
-    records[1]["date"], records[1]["step"], records[1]["code"]["hash"] = "later", 5, "3" * 64
-    return "start 2, from step 5 on, ran other code"
-
-
-def break_settings(folder, repo, records):
-    records.append(json.loads(json.dumps(records[0])))
-    records[1]["date"], records[1]["step"], records[1]["settings"]["optim.lr"] = "later", 5, 0.5
-    return r"start 2, from step 5 on, had another optim.lr"
-
-
-def break_hash(folder, repo, records):
-    records[0]["code"]["hash"] = "4" * 64
-    return "the tree .* is not the code that ran"
-
-
-def break_git(folder, repo, records):
-    records[0]["code"] = {"hash": "5" * 64, "commit": None, "why": "git is not installed", "files": {}}
-    return "made without a commit .git is not installed.*, by code 5555555"
-
-
-def break_all(folder, repo, records):
-    records.clear()
-    return "does not say what made it"
+NO_GIT = {"hash": "5" * 64, "commit": None, "why": "git is not installed", "files": {}}
+BROKEN = {  # what happens to a run's folder and records: how it is refused
+    "no such commit": (
+        lambda folder, records: records[0]["code"].update(commit="1" * 40),
+        "commit 1{40} is not in this clone, .*git fetch",
+    ),
+    "no patch": (
+        lambda folder, records: next((folder / "patches").iterdir()).unlink(),
+        r"patches/.*\.patch: No such file",
+    ),
+    "a patch too large to keep": (
+        lambda folder, records: records[0]["code"].update(kept=False),
+        "were not committed, more than the .*model/mlp.py",
+    ),
+    "no data": (
+        lambda folder, records: (folder.parent / "text.idx").unlink(), r"text.idx: No such file .*restore",
+    ),
+    "other data": (
+        lambda folder, records: records[0]["inputs"]["data"][0].update(identity="2" * 64),
+        "text.bin: is not what it was .*222222222222",
+    ),
+    "a later start of other code": (
+        lambda folder, records: later_start(records, code={"hash": "3" * 64}),
+        "start 2, from step 5 on, ran other code",
+    ),
+    "a later start of other settings": (
+        lambda folder, records: later_start(records, settings={"optim.lr": 0.5}),
+        r"start 2, from step 5 on, had another optim.lr",
+    ),
+    "another tree": (
+        lambda folder, records: records[0]["code"].update(hash="4" * 64),
+        "the tree .* is not the code that ran",
+    ),
+    "no git": (
+        lambda folder, records: records[0].update(code=NO_GIT),
+        "made without a commit .git is not installed.*, by code 5555555",
+    ),
+    "no record": (lambda folder, records: records.clear(), "does not say what made it"),
+}
 
 
 def test_what_cannot_be_made_again_is_one_line(run, repo, tmp_path):
@@ -418,17 +416,16 @@ def test_what_cannot_be_made_again_is_one_line(run, repo, tmp_path):
     good = tmp_path / "good"
     (tmp_path / "r").rename(good)
     texts = {path: path.read_bytes() for path in tmp_path.glob("text.*") if path.is_file()}
-    breaks = [value for name, value in globals().items() if name.startswith("break_")]
-    for number, damage in enumerate(breaks):
+    for number, (damage, message) in enumerate(BROKEN.values()):
         folder = tmp_path / "r"
         shutil.copytree(good, folder)
         records = provenance.read_records(folder)
-        message = damage(folder, repo, records)
+        damage(folder, records)
         (folder / provenance.RECORDS_FILE).write_text("".join(json.dumps(r) + "\n" for r in records))
         out = tmp_path / f"out{number}"
         with pytest.raises(ConfigError, match=message):
             reproduce.main([str(folder), "--out", str(out)])
-        assert not out.exists(), damage
+        assert not out.exists(), message
         assert len(git(repo, "worktree", "list").splitlines()) == 1
         shutil.rmtree(folder)
         for path, content in texts.items():
@@ -454,10 +451,6 @@ def test_the_same_bits_from_an_edited_clone(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def losses(folder):
-        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        return [row["loss"] for row in rows if "loss" in row]
-
     words = ["mine", *MODEL, "--train.steps", "2", "--data.path", os.path.relpath(data, clone)]
     mlp = clone / "model/mlp.py"
     recipe = clone / "configs/runs/mine.yaml"
@@ -473,6 +466,6 @@ def test_the_same_bits_from_an_edited_clone(tmp_path):
     (clone / "model/scale.py").write_text("SCALE = 3.0\n")
     recipe.unlink()
     out = python("-m", "scripts.reproduce", "runs/first", "--run")
-    again = losses(clone / "runs/first-again/run")
-    assert again == losses(clone / "runs/first") and len(again) == 2
+    again = run_folder.losses(clone / "runs/first-again/run")
+    assert again == run_folder.losses(clone / "runs/first") and len(again) == 2
     assert "the same 2 losses, bit for bit" in out

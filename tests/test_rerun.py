@@ -1,11 +1,12 @@
 """Steps that are computed again: what is sound passes and trains as it would without, the rank that computed
-wrongly once is named and the run goes on from its last checkpoint, and what repeats is skipped as ever.
+wrongly once is named and the run continues from its last checkpoint, and what repeats is skipped as usual.
 """
 
 import json
 import socket
 
 import pytest
+import run_folder
 import torch
 from program import settings, trained
 from ranks import MODEL, corpus, job
@@ -114,7 +115,7 @@ def test_a_spike_that_repeats_is_skipped(tmp_path, trains):
     spikes = ("--optim.spike_sigma", "50", "--optim.spike_window", "2")
     end = trains("r", "dp2 zero0", *SUSPECTS, *spikes, fault=f"step.compute:step={BAD}:act=spike")
     assert end.codes == [0, 0], end.logs
-    assert f"step {BAD} is not finite or a spike, and was computed again" in end.logs[0]
+    assert f"step {BAD} is not finite or a spike, and was recomputed" in end.logs[0]
     assert [row[0] for row in rows(tmp_path / "r") if row[3]] == [BAD]
 
 
@@ -133,6 +134,20 @@ def test_routers_count_each_token_once(tmp_path, prefix):
     assert counts == [[4 * 16 * 2] * 2] * 2  # two layers, two steps
 
 
+def test_a_step_that_fails_leaves_no_record(tmp_path, prefix):
+    """Else what ranks send after the failure would be recorded too."""
+    world, seen = World(), []
+
+    def watch(point, step=None, **_):
+        if point == "step.backward":
+            seen.append(world.activity.record)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        trained(world, settings(prefix, *EVERY), str(tmp_path / "run"), watch)
+    assert seen[0] is not None and world.activity.record is None
+
+
 # ---- a rank that computes wrongly once ---------------------------------------------------------------------
 
 
@@ -140,7 +155,7 @@ def check_named(end, tmp_path, rank, *told):
     """All ranks end with 80, that rank alone is named, and nothing of the step is saved."""
     world = len(end.codes)
     assert end.codes == [80] * world, end.logs
-    begins = f"step {BAD}, computed again from the same state, gave other numbers: "
+    begins = f"step {BAD}, recomputed from the same state, gave different numbers: "
     assert end.errors() and all(begins in line for line in end.errors()), end.errors()
     texts = [line.partition(begins)[2] for line in end.errors()]
     assert len(set(texts)) == 1, texts
@@ -149,7 +164,7 @@ def check_named(end, tmp_path, rank, *told):
     for words in (*told, "nothing of the step is applied or saved"):
         assert words in texts[0], texts
     assert list(saved(tmp_path / "r")) == [2, 1]
-    reason = json.loads((tmp_path / "r" / "exit_reason.json").read_text())
+    reason = run_folder.exit_reason(tmp_path / "r")
     assert (reason["code"], reason["requeue"]) == (80, True)
 
 
@@ -160,7 +175,7 @@ def test_a_gradient_that_is_wrong_once(tmp_path, trains, layout):
     end = trains("r", layout, *EVERY, fault=fault)
     check_named(end, tmp_path, 1, "first in the gradient of ", "so the first was wrong")
 
-    if layout in CLEAN:  # another start goes on as if nothing had happened
+    if layout in CLEAN:  # another start continues as if nothing had happened
         assert trains("r", layout, *EVERY).codes == [0, 0]
         assert trains("clean", layout).codes == [0, 0]
         assert rows(tmp_path / "r") == rows(tmp_path / "clean")
@@ -224,7 +239,7 @@ def test_the_rank_is_told_from_those_that_got_its_numbers(tmp_path, trains, layo
     ({2}, "a third run is like the first, so the second was wrong"),
     ({1, 2, 3}, "a third run is like neither"),
 ])
-def test_a_third_run_decides(tmp_path, trains, runs, told):
+def test_a_third_run_tells_which_of_two_was_wrong(tmp_path, trains, runs, told):
     check_named(trains("r", "pp2", *EVERY, before=wrong_block(1, runs)), tmp_path, 1, told)
 
 
@@ -274,7 +289,7 @@ def test_a_link_that_changes_what_it_carries(tmp_path, trains):
     end = trains("r", "pp2", *EVERY, before=before)
     assert end.codes == [80, 80], end.logs
     told = end.errors()[0]
-    assert f"rank 1 on {socket.gethostname()} received other numbers, though all sent the same: " in told
+    assert f"rank 1 on {socket.gethostname()} received different numbers, though all sent the same: " in told
     assert "first in the result of receive from rank 0 in group pp " in told
 
 
@@ -290,7 +305,7 @@ def test_only_every_nth_step_is_run_again(tmp_path, trains):
 # ---- the record --------------------------------------------------------------------------------------------
 
 
-def record_of(*values):
+def get_part_record(*values):
     record = NumbersRecord()
     for number, value in enumerate(values):
         add = record.add_received if number % 2 else record.add_own
@@ -299,15 +314,15 @@ def record_of(*values):
 
 
 def test_the_first_entry_that_differs():
-    record, digests = record_of(1.0, 2.0, float("nan"))
-    assert different(record, digests, record_of(1.0, 2.0, float("nan"))[1]) == []
-    (found,) = different(record, digests, record_of(1.0, 2.5, float("nan"))[1])
+    record, digests = get_part_record(1.0, 2.0, float("nan"))
+    assert different(record, digests, get_part_record(1.0, 2.0, float("nan"))[1]) == []
+    (found,) = different(record, digests, get_part_record(1.0, 2.5, float("nan"))[1])
     assert found.what == "number 1" and not found.is_own
-    assert [entry.what for entry in different(record, digests, record_of(0.0, 2.0, 0.0)[1])] == [
+    assert [entry.what for entry in different(record, digests, get_part_record(0.0, 2.0, 0.0)[1])] == [
         "number 0", "number 2",
     ]
-    assert record_of(0.0)[1] != record_of(-0.0)[1]  # bits, not values
-    assert [entry.what for entry in different(record, digests, record_of(1.0, 2.0)[1])] == ["number 2"]
+    assert get_part_record(0.0)[1] != get_part_record(-0.0)[1]  # bits, not values
+    assert [entry.what for entry in different(record, digests, get_part_record(1.0, 2.0)[1])] == ["number 2"]
     assert NumbersRecord().digests(torch.device("cpu")) == []
 
 
@@ -322,6 +337,6 @@ def test_the_first_entry_that_differs():
     ("--train.rerun_suspects true --train.cuda_graphs true --train.device cuda", "train.rerun_suspects"),
     ("--train.rerun_every 2 --train.device mps", "train.rerun_every"),
 ])
-def test_bad_values_are_refused(words, key):
+def test_keys_of_reruns_that_cannot_be_are_refused(words, key):
     with pytest.raises(ConfigError, match=f"^{key}: "):
         check_rules(resolve("llama3-tiny", None, words.split()))

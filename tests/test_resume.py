@@ -5,7 +5,6 @@ train.py (forked from this warm process, so a run costs a second). The run that 
 nothing had happened.
 """
 
-import json
 import os
 import pathlib
 import shutil
@@ -14,52 +13,21 @@ import traceback
 from collections.abc import Sequence
 
 import pytest
+import run_folder
 from ranks import corpus
+from run_folder import exit_reason, flip_bit, saved_steps
 
 import start
 import train
 from checkpoint.disk import store
 
 STEPS = 9
-ARGS = [
-    "llama3-tiny",
-    "--model.layers",
-    "1",
-    "--model.hidden",
-    "32",
-    "--model.mixer.heads",
-    "4",
-    "--model.mixer.kv_heads",
-    "2",
-    "--model.mlp.width",
-    "48",
-    "--model.dropout",
-    "0.1",
-    "--train.steps",
-    str(STEPS),
-    "--train.seq_len",
-    "16",
-    "--train.micro_batch",
-    "2",
-    "--train.global_batch",
-    "4",
-    "--train.threads",
-    "1",
-    "--checkpoint.every",
-    "3",
-    "--checkpoint.keep",
-    "2",
-    "--eval.every",
-    "4",
-    "--eval.batches",
-    "1",
-    "--eval.sample",
-    "3",
-    "--log.every",
-    "2",
-    "--optim.warmup",
-    "2",
-]
+ARGS = (
+    "llama3-tiny --model.layers 1 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
+    f"--model.mlp.width 48 --model.dropout 0.1 --train.steps {STEPS} --train.seq_len 16 "
+    "--train.micro_batch 2 --train.global_batch 4 --train.threads 1 --checkpoint.every 3 "
+    "--checkpoint.keep 2 --eval.every 4 --eval.batches 1 --eval.sample 3 --log.every 2 --optim.warmup 2"
+).split()
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +50,8 @@ def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = (), args:
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             from runtime.failure import fail_cleanly
 
-            code = fail_cleanly(
-                train.main,
-                [
-                    *args,
-                    "--log.dir",
-                    str(home),
-                    "--log.name",
-                    name,
-                    "--data.cache",
-                    str(home / "data"),
-                    *extra,
-                ],
-            )
+            place = ("--log.dir", str(home), "--log.name", name, "--data.cache", str(home / "data"))
+            code = fail_cleanly(train.main, [*args, *place, *extra])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -104,18 +61,14 @@ def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = (), args:
 
 
 def story(folder: pathlib.Path) -> list[tuple]:
-    """What a run did, without its clocks: every step once, in order."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [
-        {
-            k: v
-            for k, v in r.items()
-            if not k.endswith("_ms") and "per_" not in k and k not in ("mem_gib", "mfu")
-        }
-        for r in rows
-    ]
-    assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
-    return [tuple(sorted(r.items())) for r in rows]
+    """The rows of a run without its clocks. Every step must be there once, in order."""
+
+    def is_clock(key: str) -> bool:
+        return key.endswith("_ms") or "per_" in key or key in ("mem_gib", "mfu")
+
+    assert list(run_folder.losses(folder)) == list(range(1, STEPS + 1))
+    rows = run_folder.rows(folder)
+    return [tuple(sorted((key, row[key]) for key in row if not is_clock(key))) for row in rows]
 
 
 def weights(folder: pathlib.Path) -> dict[str, str]:
@@ -124,15 +77,6 @@ def weights(folder: pathlib.Path) -> dict[str, str]:
     index = store.read_index(path)
     assert index["step"] == STEPS
     return {p["key"]: p["checksum"] for p in index["pieces"]}
-
-
-def reason(folder: pathlib.Path) -> dict:
-    return json.loads((folder / "exit_reason.json").read_text())
-
-
-def validated(folder: pathlib.Path) -> list[int]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["step"] for row in rows if "val_loss" in row]
 
 
 def lose_last_validation(folder: pathlib.Path) -> None:
@@ -145,13 +89,18 @@ def lose_last_validation(folder: pathlib.Path) -> None:
 def same_as_clean(home: pathlib.Path, name: str) -> None:
     assert story(home / name) == story(home / "clean")
     assert weights(home / name) == weights(home / "clean")
-    left = [p.name for p in (home / name / "checkpoints").iterdir() if ".tmp" in p.name or ".trash" in p.name]
-    assert not left
+    assert not leftovers(home / name)
+
+
+def leftovers(folder: pathlib.Path) -> list[str]:
+    """The names that an interrupted save or purge left among the checkpoints."""
+    names = [path.name for path in (folder / "checkpoints").iterdir()]
+    return [name for name in names if ".tmp" in name or ".trash" in name]
 
 
 @pytest.mark.slow(every=21)
 @pytest.mark.parametrize("point", start.FAULT_POINTS)
-def test_killed_and_started_again(home, point):
+def test_a_run_killed_at_any_point_continues_bit_for_bit(home, point):
     # step 6 is saved: the writer's points have an older checkpoint (3) to fall back on, and one to purge at 9
     step = {"run.built": 0, "eval.end": 8}.get(point, 9 if "purge" in point else 6)
     if point == "ckpt.mid_replace":  # reached only when a committed folder of that step is bad
@@ -168,7 +117,7 @@ def test_killed_and_started_again(home, point):
 
 
 @pytest.mark.slow
-def test_killed_in_the_first_step_and_twice(home):
+def test_a_run_killed_three_times_continues_bit_for_bit(home):
     assert run(home, "twice", "step.backward:step=1:act=SIGKILL") == -9
     assert run(home, "twice", "step.end:step=5:act=SIGKILL") == -9
     assert run(home, "twice", "ckpt.pre_rename:step=6:act=SIGKILL") == -9
@@ -181,21 +130,22 @@ def test_killed_in_the_first_step_and_twice(home):
 def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
     folder = home / act
     assert run(home, act, f"step.begin:step=4:act={act}") == 75
-    assert store.read_index(store.newest_checkpoint(folder / "checkpoints", []))["step"] == 4
-    assert reason(folder)["code"] == 75 and reason(folder)["requeue"]
-    assert validated(folder) == [0]  # the one of step 4 would come between the signal and the save
+    assert saved_steps(folder)[0] == 4
+    assert exit_reason(folder)["code"] == 75 and exit_reason(folder)["requeue"]
+    # the validation of step 4 would come between the signal and the save: the next start makes it
+    assert [row["step"] for row in run_folder.validations(folder)] == [0]
     assert run(home, act) == 0
-    same_as_clean(home, act)  # it was made up
+    same_as_clean(home, act)
 
 
 @pytest.mark.slow
 def test_a_signal_in_the_last_step_saves_first(home):
     assert run(home, "last", "step.begin:step=9:act=SIGTERM; eval.end:step=9:act=SIGKILL") == -9
-    assert store.read_index(store.newest_checkpoint(home / "last" / "checkpoints", []))["step"] == 9
+    assert saved_steps(home / "last")[0] == 9
     lose_last_validation(home / "last")
     assert run(home, "last") == 0
     same_as_clean(home, "last")
-    assert reason(home / "last")["code"] == 0
+    assert exit_reason(home / "last")["code"] == 0
 
 
 @pytest.mark.slow
@@ -211,18 +161,18 @@ def test_a_stop_file_and_a_time_limit(home):
     ):
         put(folder / "STOP")
         assert run(home, "stop") == 75
-        assert reason(folder)["requeue"] is again and "STOP found" in reason(folder)["reason"]
+        assert exit_reason(folder)["requeue"] is again and "STOP found" in exit_reason(folder)["reason"]
         told = (home / "stop.log").read_text().splitlines()
         assert any(line.startswith("stopped after") and "STOP found" in line for line in told)
         (home / "stop.log").unlink()
         assert not (folder / "STOP").exists()
-    assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75 and reason(folder)["requeue"]
-    assert store.read_index(store.newest_checkpoint(folder / "checkpoints", []))["step"] == 4
+    assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75
+    assert exit_reason(folder)["requeue"] and saved_steps(folder)[0] == 4
     assert run(home, "stop") == 0
     same_as_clean(home, "stop")
 
 
-def test_a_finished_run_started_again(home, whole_runs):
+def test_a_finished_run_started_again_says_so_and_changes_nothing(home, whole_runs):
     """It says so; with other settings, or fewer steps, it is refused, and nothing that tells of the run
     changes."""
     folder = shutil.copytree(home / "clean", home / "finished")
@@ -239,7 +189,7 @@ def test_a_finished_run_started_again(home, whole_runs):
         (home / "finished.log").unlink(missing_ok=True)
         assert run(home, "finished", extra=extra) == code, (extra, (home / "finished.log").read_text())
         (line,) = (home / "finished.log").read_text().splitlines()
-        assert words in line and reason(folder)["code"] == code
+        assert words in line and exit_reason(folder)["code"] == code
         assert code == 0 or (line.startswith("error: ") and "raise train." in line and "--log.name" in line)
         assert {name: (folder / name).read_bytes() for name in tells} == tells
     assert run(home, "finished", "step.begin:step=10:act=SIGKILL", ("--train.steps", "10")) == -9
@@ -251,29 +201,27 @@ def test_a_finished_run_started_again(home, whole_runs):
 @pytest.mark.slow
 def test_a_nan_gradient_is_skipped_and_too_many_end_the_run(home):
     assert run(home, "nan", "step.backward:step=5:act=nan") == 0
-    rows = [json.loads(line) for line in (home / "nan" / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows if r.get("skipped")] == [5]
+    assert [row["step"] for row in run_folder.steps(home / "nan") if row["skipped"]] == [5]
     assert run(home, "nans", "step.backward:act=nan") == 77
-    assert json.loads((home / "nans" / "exit_reason.json").read_text())["code"] == 77
+    assert exit_reason(home / "nans")["code"] == 77
 
 
 @pytest.mark.slow
 def test_saving_in_a_thread_gives_the_same_checkpoint(home):
     assert run(home, "async", extra=("--checkpoint.async_save", "true")) == 0
-    assert story(home / "async") == story(home / "clean") and weights(home / "async") == weights(
-        home / "clean"
-    )
+    assert story(home / "async") == story(home / "clean")
+    assert weights(home / "async") == weights(home / "clean")
     assert run(home, "kill", "ckpt.pre_rename:act=SIGKILL", ("--checkpoint.async_save", "true")) == -9
     assert run(home, "kill") == 0
     same_as_clean(home, "kill")
 
 
 @pytest.mark.slow
-def test_full_disk(home):
+def test_a_run_whose_disk_is_full_ends_and_continues_from_the_save_before(home):
     none = ("--checkpoint.failed_saves", "0")
     assert run(home, "full", "ckpt.mid_shard:step=6:act=ENOSPC", none) == 82
     assert "error:" in (home / "full.log").read_text()
-    assert store.read_index(store.newest_checkpoint(home / "full" / "checkpoints", []))["step"] == 3
+    assert saved_steps(home / "full")[0] == 3
     assert run(home, "full") == 0
     same_as_clean(home, "full")
 
@@ -283,9 +231,9 @@ def test_a_save_that_fails_is_tried_again_at_the_next(home):
     """At step 6; those of 3 and 9 are there, and the weights are those of a run without a fault."""
     assert run(home, "excused", "ckpt.mid_shard:step=6:act=ENOSPC") == 0
     told = (home / "excused.log").read_text()
-    assert told.count("warning: a checkpoint was not saved (1 of 2 in a row that may fail") == 1
+    assert told.count("warning: a checkpoint was not saved (1 of 2 consecutive failures allowed") == 1
     assert "ENOSPC" in told and "error:" not in told
-    assert [step for step, _ in store.committed_checkpoints(home / "excused" / "checkpoints")] == [9, 3]
+    assert saved_steps(home / "excused") == [9, 3]
     same_as_clean(home, "excused")
 
 
@@ -296,16 +244,13 @@ def test_a_save_that_fails_or_is_killed_leaves_no_mark_behind(home):
     def marks(name):
         return [path.name for path in (home / name / "checkpoints").glob("*.keep")]
 
-    def kept(name):
-        return [step for step, _ in store.committed_checkpoints(home / name / "checkpoints")]
-
     permanent = ("--checkpoint.keep_at", "6", "--checkpoint.keep", "1")
     assert run(home, "marked", "ckpt.mid_shard:step=6:act=ENOSPC", permanent) == 0
-    assert marks("marked") == [] and kept("marked") == [9]
+    assert marks("marked") == [] and saved_steps(home / "marked") == [9]
     assert run(home, "lost", "ckpt.mid_shard:step=6:act=SIGKILL", permanent) == -9
     assert marks("lost") == ["step_00000006.keep"]
     assert run(home, "lost", extra=("--checkpoint.keep", "1")) == 0
-    assert marks("lost") == [] and kept("lost") == [9]
+    assert marks("lost") == [] and saved_steps(home / "lost") == [9]
     same_as_clean(home, "lost")
 
 
@@ -315,7 +260,7 @@ def test_saves_that_fail_again_and_again_end_the_run(home):
     assert run(home, "failing", "ckpt.mid_shard:act=ENOSPC", how) == 82
     told = (home / "failing.log").read_text()
     assert told.count("warning: a checkpoint was not saved") == 1 and told.count("error:") == 1
-    assert '"step": 2' in (home / "failing" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert run_folder.rows(home / "failing")[-1]["step"] == 2
 
 
 @pytest.mark.slow
@@ -354,12 +299,13 @@ def test_every_refusal_is_told_by_exit_reason_json(home, tmp_path):
         assert [line.startswith("error: ") for line in lines].count(True) == 1
         return lines[-1]
 
-    assert run(home, "refused", "step.begin:step=4:act=SIGTERM") == 75 and reason(folder)["requeue"]
+    assert run(home, "refused", "step.begin:step=4:act=SIGTERM") == 75
+    assert exit_reason(folder)["requeue"]
     before = ("--train.global_batch", "3")  # no multiple of the microbatch
     after = ("--data.path", corpus(tmp_path), "--data.tokenizer", "none")  # with another tokenizer
     for extra in (before, after, before):
         line = refused("refused", *extra)
-        told = reason(folder)
+        told = exit_reason(folder)
         assert (told["code"], told["requeue"], told["reason"]) == (2, False, line)
         for name in ("exit_reason.json", "exit_reason.rank1.json"):
             (folder / name).write_text('{"code": 75, "requeue": true}')
@@ -369,9 +315,9 @@ def test_every_refusal_is_told_by_exit_reason_json(home, tmp_path):
     with store.run_lock(folder):
         for extra in (before, ()):
             refused("refused", *extra)
-            assert reason(folder)["code"] == 75
+            assert exit_reason(folder)["code"] == 75
     refused("refused", *before)
-    assert reason(folder)["code"] == 2 and not (folder / "exit_reason.rank1.json").exists()
+    assert exit_reason(folder)["code"] == 2 and not (folder / "exit_reason.rank1.json").exists()
 
 
 @pytest.mark.slow
@@ -380,23 +326,21 @@ def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
     folders = [p for _, p in store.committed_checkpoints(home / "rot" / "checkpoints")]
     for i, folder in enumerate(folders):
         shard = next(folder.glob("*.safetensors"))
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 1
-        shard.write_bytes(data)
+        flip_bit(shard)
         if i == 0:
             assert run(home, "rot") == 0  # goes back to step 6 and makes step 9 again
             same_as_clean(home, "rot")
             told = (home / "rot.log").read_text()
             assert f"checkpoint {folder.name} is rejected: " in told and "step_00000006 at step 6" in told
-            shard.write_bytes(data)
+            flip_bit(shard)
     assert run(home, "rot") == 79
     assert "error: rank 0" in (home / "rot.log").read_text()
 
 
 @pytest.mark.slow
 def test_a_data_file_that_changes_under_the_run_ends_it_before_the_next_save(home, tmp_path, monkeypatch):
-    """At step 5 the tokens are written anew in place; step 3 is the last checkpoint, and with the old file
-    the run goes on from it.
+    """At step 5 the tokens are overwritten in place; step 3 is the last checkpoint, and with the old file
+    the run continues from it.
     """
     prefix = corpus(tmp_path)
     old, step_of = pathlib.Path(f"{prefix}.bin").read_bytes(), train.train_step
@@ -412,7 +356,7 @@ def test_a_data_file_that_changes_under_the_run_ends_it_before_the_next_save(hom
         patched.setattr(train, "train_step", other_tokens)
         assert run(home, "swapped", extra=args) == 79
     assert "text.bin: written to while the run read it" in (home / "swapped.log").read_text()
-    assert [step for step, _ in store.committed_checkpoints(home / "swapped" / "checkpoints")] == [3]
+    assert saved_steps(home / "swapped") == [3]
     pathlib.Path(f"{prefix}.bin").write_bytes(old)
     assert run(home, "swapped", extra=args) == 0
     story(home / "swapped")

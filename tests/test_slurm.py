@@ -9,9 +9,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from waiting import wait_until
 
 from config.reading import resolve, split_argv
 from config.reading.schedules import plan_pipeline
@@ -54,54 +54,32 @@ rm -f "$RUN/STOP"
 
 
 def submit(
-    tmp_path,
-    code="",
-    step="",
-    wait="",
-    args=("llama3-tiny", "--log.name", "r"),
-    usr1=False,
-    again=None,
-    of="",
-    script=SCRIPT,
-    **more,
+    tmp_path, code="", step="", wait="", args=("llama3-tiny", "--log.name", "r"), usr1=False, again=None,
+    of="", script=SCRIPT, **more,
 ):
-    """-> exit code, the calls that were made. code, again: what exit_reason.json says; of: .rankN where it is
-    not rank 0's. more: of the environment."""
+    """Run a script of SLURM once -> (its exit code, the calls that were made, what it printed).
+
+    code, again: what exit_reason.json says; of: .rankN where it is not rank 0's. step: of the checkpoint that
+    the ranks leave. more: environment variables."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
     calls.write_text("")
     env = {
-        **os.environ,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHON": str(tmp_path / "python"),
-        "REAL": sys.executable,
-        "CALLS": str(calls),
-        "RUN": str(tmp_path / "r"),
-        "CODE": code,
-        "STEP": step,
-        "OF": of,
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"), "REAL": sys.executable, "CALLS": str(calls),
+        "RUN": str(tmp_path / "r"), "CODE": code, "STEP": step, "OF": of, "WAIT": wait,
         "AGAIN": "" if again is None else f', "requeue": {json.dumps(again)}',
-        "WAIT": wait,
-        "SLURM_SUBMIT_DIR": str(ROOT),
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_ID": "40123",
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "4",
-        **more,
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "40123",
+        "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", **more,
     }
     job = subprocess.Popen(
-        ["bash", str(script), *args, "--log.dir", str(tmp_path)],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        ["bash", str(script), *args, "--log.dir", str(tmp_path)], env=env, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
     )
     if usr1:
-        deadline = time.monotonic() + 60
-        while "launch" not in calls.read_text() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: "launch" in calls.read_text())
         for _ in range(2):  # SLURM may send it twice
             job.send_signal(signal.SIGUSR1)
     out, _ = job.communicate(timeout=60)
@@ -114,7 +92,7 @@ def test_the_time_limit_stops_saves_and_requeues(tmp_path):
     assert rc == 0 and "scontrol requeue 40123" in calls, out
     assert "STOP says requeue\n" in calls
     assert "srun --ntasks-per-node=1 --kill-on-bad-exit=1\n" in calls
-    # node7 is no name of a host
+    # node7 is not the name of a host
     words = "--nproc 4 --nnodes 2 --node-rank 1 --rdzv 10.1.2.3:10123 -- llama3-tiny --log.name r"
     assert f"launch -m scripts.launch {words} " in calls
     assert (tmp_path / "r" / "REQUEUE").exists() and not (tmp_path / "r" / "STOP").exists()
@@ -142,68 +120,57 @@ def test_a_node_whose_device_computes_wrongly_is_left_out(tmp_path, excluded, th
     assert (tmp_path / "r" / "slurm-40123.out").read_text() == "words of the ranks\n"
 
 
-@pytest.mark.slow
-def test_only_while_steps_advance(tmp_path):
-    assert "requeue" in submit(tmp_path, code="76", step="00000008")[1]
-    rc, calls, out = submit(tmp_path, code="76", step="00000008")  # the same newest step as when it started
-    assert rc == 76 and "requeue" not in calls and "no new checkpoint" in out
-    assert "requeue" in submit(tmp_path, code="82", step="00000010")[1]  # (and 08, 09 are no octal numbers)
-    assert submit(tmp_path, code="75")[0] == 75
+FIVE, EIGHT, TEN = ({"step": f"000000{step}"} for step in ("05", "08", "10"))
+LOST = {"code": "1", "of": ".rank3"}  # rank 0 is the one that died: another says so
+REQUEUED = (0, "scontrol requeue 40123")
+# {what ends: the starts of a job, each with (its exit code, what it prints) or REQUEUED}
+ENDS = {
+    "a hang, while steps advance": (
+        ({"code": "76", **EIGHT}, REQUEUED),
+        ({"code": "76", **EIGHT}, (76, "no new checkpoint")),
+        ({"code": "82", **TEN}, REQUEUED),  # 08 and 09 are not octal numbers
+        ({"code": "75"}, (75, "no new checkpoint")),
+    ),
+    **{
+        f"code {code}, which a restart cannot mend": (({"code": str(code), **FIVE}, (code, "")),)
+        for code in (2, 77, 79, 81, 1)
+    },
+    "a stop by hand, for good": (({"code": "75", "again": False, **FIVE}, (75, "for good")),),
+    "a lost peer, while steps advance": (
+        ({**LOST, "again": True, **FIVE}, REQUEUED),
+        ({**LOST, "again": True, **FIVE}, (1, "no new checkpoint")),
+        ({**LOST, "again": False, **EIGHT}, (1, "")),  # an error of the code
+    ),
+    **{
+        f"ranks that {what} ended without a word, while steps advance": (
+            ({"DEATH": death, **FIVE}, REQUEUED),
+            ({"DEATH": death, **FIVE}, (int(death), "no new checkpoint")),
+            # what a rank has said counts more
+            ({"DEATH": death, "code": "79", "of": ".rank2", **EIGHT}, (79, "")),
+        )
+        for what, death in (("want of memory", "137"), ("SIGSEGV", "139"), ("SIGBUS", "135"),
+                            ("a signal before they could save", "75"))
+    },
+    "a reason that is not JSON": (({"code": "x", **FIVE}, (1, "")),),
+    "the end": (({"code": "0", **TEN}, (0, "")),),
+}
+
+
+@pytest.mark.slow(core=["a stop by hand, for good"])
+@pytest.mark.parametrize("starts", ENDS.values(), ids=ENDS)
+def test_what_is_requeued_and_what_stays_down(tmp_path, starts):
+    for words, (code, said) in starts:
+        rc, calls, out = submit(tmp_path, **words)
+        assert rc == code and said in calls + out, (words, out)
+        assert ("scontrol requeue" in calls) == ((code, said) == REQUEUED), (words, out)
+        assert "Traceback" not in out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", ["2", "77", "79", "81", "1"])
-def test_what_a_restart_cannot_mend_stays_down(tmp_path, code):
-    rc, calls, _ = submit(tmp_path, code=code, step="00000005")
-    assert rc == int(code) and "requeue" not in calls
-
-
-def test_a_stop_by_hand_ends_the_job_for_good(tmp_path):
-    rc, calls, out = submit(tmp_path, code="75", step="00000005", again=False)
-    assert rc == 75 and "scontrol requeue" not in calls and "for good" in out
-
-
-@pytest.mark.slow
-def test_a_lost_peer_is_requeued_while_steps_advance_and_told_by_any_rank(tmp_path):
-    """Rank 0 is the one that died: the others say so."""
-    rc, calls, _ = submit(tmp_path, code="1", step="00000005", again=True, of=".rank3")
-    assert rc == 0 and "scontrol requeue" in calls
-    rc, calls, _ = submit(tmp_path, code="1", step="00000005", again=True, of=".rank3")
-    assert rc == 1 and "scontrol requeue" not in calls
-    rc, calls, _ = submit(
-        tmp_path, code="1", step="00000008", again=False, of=".rank3"
-    )  # an error of the code
-    assert rc == 1 and "scontrol requeue" not in calls
-
-
-# killed for want of memory, SIGSEGV, SIGBUS; stopped by a signal before it could save
-@pytest.mark.slow
-@pytest.mark.parametrize("death", ["137", "139", "135", "75"])
-def test_ranks_that_a_signal_ended_without_a_word_are_requeued_while_steps_advance(tmp_path, death):
-    rc, calls, _ = submit(tmp_path, step="00000005", DEATH=death)
-    assert rc == 0 and "scontrol requeue 40123" in calls
-    rc, calls, out = submit(tmp_path, step="00000005", DEATH=death)  # again, from the same step
-    assert rc == int(death) and "scontrol requeue" not in calls and "no new checkpoint" in out
-    # what a rank has said counts more
-    rc, calls, _ = submit(tmp_path, code="79", step="00000008", of=".rank2", DEATH=death)
-    assert rc == 79 and "scontrol requeue" not in calls
-
-
-@pytest.mark.slow
-def test_a_reason_that_is_no_json_is_passed_over(tmp_path):
-    rc, calls, out = submit(tmp_path, code="x", step="00000005")
-    assert rc == 1 and "scontrol requeue" not in calls and "Traceback" not in out
-
-
-@pytest.mark.slow
-def test_the_end_and_the_unknown(tmp_path):
+def test_the_reason_of_an_earlier_run_does_not_count(tmp_path):
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "exit_reason.json").write_text(
-        json.dumps({"code": 75})
-    )  # of an earlier run: not this one's truth
+    (tmp_path / "r" / "exit_reason.json").write_text(json.dumps({"code": 75}))
     assert submit(tmp_path, step="00000005")[0] == 1
-    rc, calls, _ = submit(tmp_path, code="0", step="00000009")
-    assert rc == 0 and "requeue" not in calls
 
 
 @pytest.mark.slow
@@ -225,9 +192,8 @@ def test_a_mistake_never_starts_the_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_a_recipe_with_more_arguments(tmp_path):
-    _, calls, _ = submit(
-        tmp_path, code="0", args=("scripts/recipes/llama3-8b.sh", "--log.name", "r", "--data.path", "a b")
-    )
+    args = ("scripts/recipes/llama3-8b.sh", "--log.name", "r", "--data.path", "a b")
+    _, calls, _ = submit(tmp_path, code="0", args=args)
     assert "-- llama3-8b " in calls and "--data.path a b" in calls and "--words" not in calls
 
 
@@ -281,9 +247,8 @@ def test_a_sweep_takes_the_line_of_its_task(tmp_path):
     (tmp_path / "sweep.txt").write_text("\n".join(lines) + "\n")
     args = (str(tmp_path / "sweep.txt"), "llama3-tiny")
     sweep = {"script": SCRIPT.parent / "sweep.sbatch", "args": args}
-    rc, calls, out = submit(
-        tmp_path, code="75", step="00000005", wait="1", usr1=True, SLURM_ARRAY_TASK_ID="1", **sweep
-    )
+    ends = {"code": "75", "step": "00000005", "wait": "1", "usr1": True}
+    rc, calls, out = submit(tmp_path, SLURM_ARRAY_TASK_ID="1", **ends, **sweep)
     assert rc == 0 and "scontrol requeue 40123" in calls and "STOP says requeue" in calls, out
     assert "-- llama3-tiny --log.dir" in calls and "--log.name r --optim.lr 2e-3 --log.name r\n" in calls
     for task in ("2", "3"):  # a line without a name, and none
@@ -310,7 +275,7 @@ def test_a_recipe_on_one_node_takes_the_launcher(tmp_path):
     assert done.stdout.endswith("--data.path a b\n") and "made for 512 GPUs" in done.stderr
 
 
-def test_shell_is_sound():
+def test_every_shell_script_parses():
     scripts = [*SCRIPT.parent.iterdir(), *RECIPES, *(ROOT / "scripts").glob("*.sh")]
     for file in scripts:
         subprocess.run(["bash", "-n", str(file)], check=True)

@@ -1,9 +1,9 @@
 """Validation of each source of a blend: its loss is that of a run that reads the source alone."""
 
-import json
 import shutil
 
 import pytest
+import run_folder
 from program import settings, trained
 from ranks import corpus
 from test_phases import write_tokens
@@ -14,14 +14,9 @@ from parallel.wire.world import World
 SPLIT = {"split": "60,40"}
 
 
-def validations(folder) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "val_loss" in row]
-
-
 def run(cfg, folder) -> list[dict]:
     assert trained(World(), cfg, str(folder), lambda *_, **__: None) == 0
-    return validations(folder)
+    return run_folder.validations(folder)
 
 
 @pytest.fixture
@@ -30,7 +25,7 @@ def sources(tmp_path):
 
 
 @pytest.mark.slow
-def test_each_source_apart(tmp_path, sources):
+def test_the_loss_of_a_source_is_that_of_a_run_that_reads_it_alone(tmp_path, sources):
     blend = f"0.7 {sources['text']} 0.3 {sources['code']}"
     found = run(settings(blend, eval={"every": 1, "batches": 2}, data=SPLIT), tmp_path / "blend")
     for name, path in sources.items():
@@ -49,6 +44,6 @@ def test_none_is_validated_apart_where_it_is_not_wanted(tmp_path, sources):
     assert not any(key.startswith("val/") for row in run(cfg, tmp_path / "none") for key in row)
 
 
-def test_names():
+def test_a_source_is_named_by_the_shortest_path_that_tells_it_apart():
     assert source_names(["data/web", "data/code.bin"]) == ["web", "code"]
     assert source_names(["a/text", "b/text", "c"]) == ["a/text", "b/text", "c"]

@@ -10,8 +10,10 @@ import statistics
 
 import fake_wandb
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus, job
+from run_folder import steps
 
 import train
 from checkpoint import state
@@ -21,7 +23,7 @@ from config.reading import resolve
 from config.reading.suggestions import check_rules
 from config.schema import OptimConfig
 from data.loader import BatchLoader
-from durable.rewind import SpikeRewinds, SpikesPersist
+from durable.rewind import PersistentSpikes, SpikeRewinds
 from optim.spikes import SpikeState, SpikeWindow
 from parallel.sharding.bucket import wait_param_gathers
 from parallel.wire.comm import Group
@@ -44,11 +46,11 @@ def prefix(tmp_path_factory):
 
 
 def digest(run):
-    """Of all that a step may change: weights, masters, moments."""
+    """A digest of all that a step may change: weights, masters, moments."""
     wait_param_gathers(run.buckets)
     flats = [bucket.weights.master for bucket in run.buckets]
     flats += [b.weights.full for b in run.buckets if b.weights.full is not None]
-    flats += [flat for moments in state.moments_of(run).values() for flat in moments]
+    flats += [flat for moments in state.get_moments(run).values() for flat in moments]
     found = hashlib.sha256()
     for flat in flats:
         found.update(flat.detach().contiguous().view(torch.uint8).numpy())
@@ -122,15 +124,10 @@ def ledger(folder, rank=0):
     return [json.loads(line) for line in (folder / f"ledger.{rank}").read_text().splitlines()]
 
 
-def rows(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
-
-
 def course(folder):
     """Step, loss, norm and flags of each step."""
     names = ("step", "loss", "grad_norm", "skipped", "spike")
-    return [tuple(row.get(name) for name in names) for row in rows(folder)]
+    return [tuple(row.get(name) for name in names) for row in steps(folder)]
 
 
 def saved(folder):
@@ -153,8 +150,8 @@ def test_a_spike_changes_nothing_on_any_rank(tmp_path, trains, layout):
     end = trains("r", layout, *SPIKES, fault=f"step.backward:rank={world - 1}:step=7:act=spike")
     assert end.codes == [0] * world, end.logs
     assert "spike at step 7: loss " in end.logs[0] and "not applied" in end.logs[0]
-    assert [row["step"] for row in rows(tmp_path / "r") if row["spike"]] == [7]
-    assert [row["step"] for row in rows(tmp_path / "r") if row["skipped"]] == [7]
+    assert [row["step"] for row in steps(tmp_path / "r") if row["spike"]] == [7]
+    assert [row["step"] for row in steps(tmp_path / "r") if row["skipped"]] == [7]
     for rank in range(world):
         lines = ledger(tmp_path / "r", rank)
         assert [line["step"] for line in lines] == list(range(STEPS))  # the data moves on once
@@ -167,7 +164,7 @@ def test_a_spike_changes_nothing_on_any_rank(tmp_path, trains, layout):
     assert saved(tmp_path / "nan")[0] == saved(tmp_path / "r")[0]
     meta = saved(tmp_path / "r")[1]["spikes"]
     assert meta["count"] == STEPS - 1 and meta["in_a_row"] == meta["left_out"] == []
-    losses = [row["loss"] for row in rows(tmp_path / "r") if not row["skipped"]]
+    losses = [row["loss"] for row in steps(tmp_path / "r") if not row["skipped"]]
     assert meta["losses"] == losses[-6:]
 
 
@@ -183,7 +180,7 @@ def test_a_resume_in_the_middle_of_the_window(tmp_path, trains, layout):
     assert saved(tmp_path / "r")[1]["step"] == 8
     assert trains("r", layout, *SPIKES, fault=spike).codes == [0] * world
     assert course(tmp_path / "r") == course(tmp_path / "whole")
-    assert [row["step"] for row in rows(tmp_path / "r") if row["spike"]] == [10]
+    assert [row["step"] for row in steps(tmp_path / "r") if row["spike"]] == [10]
     assert saved(tmp_path / "r")[0] == saved(tmp_path / "whole")[0]
     assert saved(tmp_path / "r")[1]["spikes"] == saved(tmp_path / "whole")[1]["spikes"]
 
@@ -193,8 +190,8 @@ def test_as_many_spikes_as_the_window_end_the_run(tmp_path, trains):
     end = trains("r", "alone", *SPIKES, bad=range(4, 99))
     assert end.codes == [77] and "for 6 steps in a row" in end.errors()[0]
     assert saved(tmp_path / "r")[1]["spikes"]["in_a_row"] == [5, 6, 7, 8]
-    end = trains("r", "alone", *SPIKES, bad=range(4, 99))  # it goes on counting
-    assert end.codes == [77] and [row["step"] for row in rows(tmp_path / "r")][-1] == 10
+    end = trains("r", "alone", *SPIKES, bad=range(4, 99))  # it continues to count
+    assert end.codes == [77] and [row["step"] for row in steps(tmp_path / "r")][-1] == 10
 
 
 # ---- a run that goes back ----------------------------------------------------------------------------------
@@ -206,18 +203,19 @@ def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
     world, bad = LAYOUTS[layout][0], (6, 7)
     end = trains("r", layout, *REWIND, bad=bad)
     assert end.codes == [0] * world, end.logs
-    assert "2 spikes in a row, steps 7, 8: going back" in end.logs[0]
-    assert "back at the checkpoint of step 4; steps of the data that are left out from now on" in end.logs[0]
+    assert "2 spikes in a row, steps 7, 8: rewinding" in end.logs[0]
+    rewound = "rewound to the checkpoint of step 4; data steps skipped from now on"
+    assert rewound in end.logs[0]
     follow = [0, 1, 2, 3, 4, 5, *range(8, 14)]
     for rank in range(world):
         lines = ledger(tmp_path / "r", rank)
         assert [line["at"] for line in lines] == [*range(1, 9), *range(5, 13)]
         assert [line["step"] for line in lines] == [*range(8), *follow[4:]]
         assert [line["at"] for line in lines if not line["changed"]] == [7, 8]
-    assert [row["step"] for row in rows(tmp_path / "r")] == list(range(1, 13))
-    assert not any(row["skipped"] for row in rows(tmp_path / "r"))
+    assert [row["step"] for row in steps(tmp_path / "r")] == list(range(1, 13))
+    assert not any(row["skipped"] for row in steps(tmp_path / "r"))
     assert saved(tmp_path / "r")[1]["spikes"]["left_out"] == [6, 7]
-    report = json.loads((tmp_path / "r" / "summary.json").read_text())["goodput"]
+    report = run_folder.summary(tmp_path / "r")["goodput"]
     assert report["starts"] == 1 and report["lost_minutes"]["repeated_steps"] > 0
 
     # bit for bit a run that never read this data
@@ -241,7 +239,7 @@ def test_wandb_and_tensorboard_show_the_steps_that_were_trained_again(tmp_path, 
     told = fake_wandb.install(tmp_path, monkeypatch)
     end = trains("r", "alone", *REWIND, "--log.wandb", "offline", "--log.tensorboard", "true", bad=(6, 7))
     assert end.codes == [0], end.logs
-    losses = {row["step"]: row["loss"] for row in rows(tmp_path / "r")}
+    losses = {row["step"]: row["loss"] for row in steps(tmp_path / "r")}
 
     # W&B keeps the steps that did not count too, and says that the run went back
     said = told()
@@ -249,7 +247,7 @@ def test_wandb_and_tensorboard_show_the_steps_that_were_trained_again(tmp_path, 
     assert [values["step"] for values in logged] == [*range(1, 9), *range(5, 13)]
     assert {values["step"]: values["train/loss"] for values in logged} == losses  # the last ones
     assert not [words for words in said if words[0] == "dropped"]
-    assert [words[1] for words in said if words[0] == "alert"][0].endswith("went back to step 4")
+    assert [words[1] for words in said if words[0] == "alert"][0].endswith("rewound to step 4")
 
     # TensorBoard shows each step once
     seen = events.EventAccumulator(str(tmp_path / "r" / "tensorboard"), size_guidance={"scalars": 0})
@@ -264,7 +262,7 @@ def test_saves_within_a_row_of_spikes_do_not_take_what_the_run_goes_back_to(tmp_
     every = ("--checkpoint.every", "1", "--checkpoint.keep", "1")
     end = trains("r", "alone", *REWIND, *every, bad=(6, 7))
     assert end.codes == [0], end.logs
-    assert "back at the checkpoint of step 6" in end.logs[0]
+    assert "rewound to the checkpoint of step 6" in end.logs[0]
     assert saved(tmp_path / "r")[1]["spikes"]["left_out"] == [6, 7]
 
 
@@ -276,7 +274,7 @@ def test_checkpoints_of_steps_that_are_trained_again_are_gone(tmp_path, trains):
     assert end.codes == [75], end.logs
     assert saved(tmp_path / "r")[1]["spikes"]["in_a_row"] == [7]
     end = trains("r", "alone", *REWIND, bad=(6, 7), fault="step.begin:step=6:act=SIGKILL")
-    assert end.codes == [-9] and "going back" in end.logs[0]
+    assert end.codes == [-9] and "rewinding" in end.logs[0]
     names = {path.name for path in (tmp_path / "r" / "checkpoints").iterdir()}
     assert names == {"step_00000004", "latest"}
     assert (tmp_path / "r" / "checkpoints" / "latest").read_text().strip() == "step_00000004"
@@ -292,11 +290,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, trains):
     assert end.codes == [-9]
     damaged = home / "checkpoints" / "step_00000008"
 
-    def damage(pids):
-        shard = next(damaged.glob("*.safetensors"))
-        shard.write_bytes(shard.read_bytes()[:-1])
-
-    damage(None)
+    shard = next(damaged.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
     end = trains("r", "alone", *REWIND, bad=(9, 10))
     assert end.codes == [0], end.logs
     assert saved(home)[1]["spikes"]["left_out"] == [9, 10]
@@ -307,13 +302,13 @@ def test_a_run_that_goes_back_too_often_ends(tmp_path, trains):
     assert end.codes == [77]
     assert "spikes at steps 7 to 8 again, after the run went back 2 times" in end.errors()[0]
     assert [line["step"] for line in ledger(tmp_path / "r")] == [*range(8), 4, 5, 8, 9, 4, 5, 10, 11]
-    assert [step for step, _ in store.committed_checkpoints(tmp_path / "r" / "checkpoints")] == [4]
+    assert run_folder.saved_steps(tmp_path / "r") == [4]
 
 
 @pytest.mark.slow
 def test_a_run_without_a_checkpoint_to_go_back_to_ends(trains):
     end = trains("r", "alone", *REWIND, "--checkpoint.every", "none", bad=(6, 7))
-    assert end.codes == [77] and "no good checkpoint before them" in end.errors()[0]
+    assert end.codes == [77] and "no good checkpoint precedes them" in end.errors()[0]
 
 
 @contextlib.contextmanager
@@ -356,14 +351,14 @@ def is_full_when(name, damaged=None):
 def test_a_run_that_goes_back_on_a_full_disk_has_each_step_once(tmp_path, trains):
     end = trains("r", "alone", *REWIND, bad=(6, 7), also=is_full_when("rewind"))
     assert end.codes == [0], end.logs
-    assert "back at the checkpoint of step 4" in end.logs[0]
-    assert [row["step"] for row in rows(tmp_path / "r")] == list(range(1, 13))
+    assert "rewound to the checkpoint of step 4" in end.logs[0]
+    assert [row["step"] for row in steps(tmp_path / "r")] == list(range(1, 13))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["rewind", "open_outputs"])
 def test_lines_that_a_full_disk_keeps_end_the_run_and_none_is_lost(tmp_path, trains, moment):
-    """A damaged line stands between good ones: the file must be written anew, and cannot be. Where the run
+    """A damaged line stands between good ones: the file must be rewritten, and cannot be. Where the run
     goes back, and at a resume."""
     home = tmp_path / "r"
     if moment == "open_outputs":
@@ -375,7 +370,7 @@ def test_lines_that_a_full_disk_keeps_end_the_run_and_none_is_lost(tmp_path, tra
     assert "metrics.jsonl" in end.errors()[0] and "(EFBIG)" in end.errors()[0]
     assert (home / "metrics.jsonl").read_bytes() == (home / "kept").read_bytes()
     assert trains("r", "alone", *REWIND, bad=(6, 7)).codes == [0]
-    assert [row["step"] for row in rows(home)] == [1, *range(3, 13)]
+    assert [row["step"] for row in steps(home)] == [1, *range(3, 13)]
 
 
 # ---- the window --------------------------------------------------------------------------------------------
@@ -390,7 +385,7 @@ def accept(spikes, loss, norm=1.0, is_finite=True):
     return bool(spikes.accept(loss, norm, torch.tensor(is_finite)))
 
 
-def test_the_window_by_hand():
+def test_a_spike_is_what_the_window_says_by_hand():
     """Against Python's statistics, with a spike now and then."""
     spikes, applied = window(), []
     draws = torch.Generator().manual_seed(3)
@@ -427,7 +422,7 @@ def test_without_sigma_every_finite_step_is_applied():
     assert not accept(spikes, 1.0, is_finite=False) and spikes.state()["count"] == 0
 
 
-def test_a_window_goes_on_where_it_was():
+def test_a_window_continues_where_it_was():
     whole, values = window(), [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.2, 0.8, 1.3]
     for number, loss in enumerate(values):
         before = json.loads(json.dumps(whole.state()))
@@ -445,11 +440,11 @@ def test_the_data_of_a_step():
     spikes = SpikeState(OptimConfig(), torch.device("cpu"), Group("job"))
     assert [spikes.data_step(step) for step in (1, 2, 9)] == [0, 1, 8]
     spikes.in_a_row = [3, 4]
-    spikes.continue_without(spikes.left_out_with_spikes())
+    spikes.skip_data_steps(spikes.data_steps_to_skip())
     assert spikes.left_out == [2, 3] and spikes.in_a_row == []
     assert [spikes.data_step(step) for step in range(1, 6)] == [0, 1, 4, 5, 6]
     spikes.in_a_row = [2, 3]
-    spikes.continue_without(spikes.left_out_with_spikes())
+    spikes.skip_data_steps(spikes.data_steps_to_skip())
     assert spikes.left_out == [1, 2, 3, 4]
     assert [spikes.data_step(step) for step in range(1, 4)] == [0, 5, 6]
 
@@ -463,7 +458,7 @@ def test_progress_resets_how_often_a_run_has_gone_back():
     assert rewinds.find(spikes, [(6, False), (7, False), (8, True)]) is None  # beyond 6: progress
     assert rewinds.find(spikes, [(9, True)]) == 8
     spikes.in_a_row = []
-    with pytest.raises(SpikesPersist, match="went back 1 times"):
+    with pytest.raises(PersistentSpikes, match="went back 1 times"):
         rewinds.find(spikes, [(8, True), (9, True)])
 
 
@@ -482,7 +477,7 @@ def test_progress_resets_how_often_a_run_has_gone_back():
     ("--optim.spike_sigma 6 --optim.spike_rewind 2 --train.global_batch 16 --train.ramp 8,8,99",
      "optim.spike_rewind"),
 ])
-def test_bad_values_are_refused(words, key):
+def test_keys_of_spikes_that_cannot_be_are_refused(words, key):
     with pytest.raises(ConfigError, match=f"^{key}: "):
         check_rules(resolve("llama3-tiny", None, ["--train.micro_batch", "8", *words.split()]))
 

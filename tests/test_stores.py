@@ -5,7 +5,6 @@ webhdfs is fsspec's own client, and needs nothing more. s3 needs the package s3f
 """
 
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -17,8 +16,10 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 import ranks
+import run_folder
 from ranks import MODEL, corpus
 from store_server import Server
+from waiting import wait_until
 
 from checkpoint.disk import store
 from checkpoint.remote import complete_steps, fetch
@@ -47,10 +48,8 @@ def kind(request):
 def server(kind, tmp_path, monkeypatch):
     server = Server(tmp_path / "server").start()
     settings = {
-        "AWS_ENDPOINT_URL": f"http://{server.address}",
-        "AWS_ACCESS_KEY_ID": "not-a-real-key",
-        "AWS_SECRET_ACCESS_KEY": "not-a-real-secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{server.address}", "AWS_ACCESS_KEY_ID": "not-a-real-key",
+        "AWS_SECRET_ACCESS_KEY": "not-a-real-secret", "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_MAX_ATTEMPTS": "1",
     }
     for name, value in settings.items():
@@ -98,25 +97,14 @@ def put_corpus(server, tmp_path) -> pathlib.Path:
 def words(home, url, *more, steps=STEPS, data=None):
     """The arguments of a run named r, whose disk is `home`."""
     return [
-        *ARGS,
-        "--data.path",
-        str(data or f"{url}/corpora/text"),
-        *(() if data else ("--data.cache", str(home / "cache"))),
-        "--checkpoint.mirror",
-        f"{url}/runs",
-        "--train.steps",
-        str(steps),
-        "--log.dir",
-        str(home),
-        "--log.name",
-        "r",
-        *more,
+        *ARGS, "--data.path", str(data or f"{url}/corpora/text"),
+        *(() if data else ("--data.cache", str(home / "cache"))), "--checkpoint.mirror", f"{url}/runs",
+        "--train.steps", str(steps), "--log.dir", str(home), "--log.name", "r", *more,
     ]
 
 
 def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in run_folder.steps(folder)]
 
 
 def pieces(checkpoint):
@@ -138,7 +126,7 @@ def fetched(url, step, folder):
 
 @pytest.mark.slow(core=["s3-1"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_fresh_machine_goes_on_as_if_nothing_had_happened(server, kind, world, tmp_path):
+def test_a_fresh_machine_continues_as_if_nothing_had_happened(server, kind, world, tmp_path):
     """Killed after a save was sent; the machine is lost, with the run folder and the data. Another one trains
     the rest: the same losses and the same weights and moments, bit for bit, as one run on a disk."""
     url = url_of(server, kind)
@@ -149,21 +137,14 @@ def test_a_fresh_machine_goes_on_as_if_nothing_had_happened(server, kind, world,
     assert end.codes == [0] * world, end.logs
 
     def kill_when_sent(pids):
-        deadline = time.monotonic() + 60
-        while not server.requests("step_00000004/index.sha256", "PUT") and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: server.requests("step_00000004/index.sha256", "PUT"))
         time.sleep(0.3)  # the body, after its request
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
 
     first = tmp_path / "first"
-    end = job(
-        first,
-        world,
-        words(first, url, *layout),
-        fault="step.begin:step=5:act=sleep=60",
-        meanwhile=kill_when_sent,
-    )
+    fault = "step.begin:step=5:act=sleep=60"
+    end = job(first, world, words(first, url, *layout), fault=fault, meanwhile=kill_when_sent)
     assert end.codes == [-9] * world, end.logs
     shutil.rmtree(first)
 
@@ -223,10 +204,10 @@ def test_a_store_that_dies_in_an_upload_loses_nothing_and_the_next_start_heals_i
     assert end.codes == [82], end.logs
     assert not server.is_alive()
     assert f"{url}/runs/r: the last upload has failed" in end.errors()[0]
-    assert "has every checkpoint, and the same command goes on" in end.errors()[0]
+    assert "has every checkpoint, and the same command resumes" in end.errors()[0]
     assert [step for step, *_ in losses(home / "r")] == list(range(1, STEPS + 1))
-    assert [step for step, _ in store.committed_checkpoints(home / "r" / "checkpoints")] == [6, 4, 2]
-    assert json.loads((home / "r" / "exit_reason.json").read_text())["requeue"]
+    assert run_folder.saved_steps(home / "r") == [6, 4, 2]
+    assert run_folder.exit_reason(home / "r")["requeue"]
 
     server.start()
     assert steps_there(url) == [2]
@@ -248,20 +229,13 @@ def test_a_save_after_the_store_is_back_heals_it_in_the_same_run(server, kind, t
     server.start("--die-at-write", "6")
 
     def bring_back(pids):
-        deadline = time.monotonic() + 60
-        while server.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: not server.is_alive())
         time.sleep(2.5)  # until the upload of step 2 has given up
         server.start()
 
     home = tmp_path / "home"
-    end = job(
-        home,
-        1,
-        words(home, url, data=prefix),
-        fault="step.begin:step=4:act=sleep=5",
-        meanwhile=bring_back,
-    )
+    fault = "step.begin:step=4:act=sleep=5"
+    end = job(home, 1, words(home, url, data=prefix), fault=fault, meanwhile=bring_back)
     assert end.codes == [0], end.logs
     assert "(1 of 5 in a row)" in end.logs[0] and "works again, after 1 that failed" in end.logs[0]
     assert steps_there(url)[0] == 6
@@ -308,7 +282,7 @@ def test_a_slow_store_does_not_hold_up_the_steps_and_is_waited_for_at_the_end(se
 
 
 @pytest.mark.slow
-def test_another_layout_goes_on_from_the_store(server, kind, tmp_path):
+def test_another_layout_continues_from_the_store(server, kind, tmp_path):
     url = url_of(server, kind)
     put_corpus(server, tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -351,16 +325,12 @@ def test_of_many_processes_one_downloads_and_none_sees_a_part(server, kind, tmp_
     answers = context.Queue()
     killed = context.Process(target=download_in_child, args=(url, str(cache), answers))
     killed.start()
-    deadline = time.monotonic() + 30
-    while not list(cache.rglob("text.idx")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: list(cache.rglob("text.idx")), 30)
     killed.kill(), killed.join()
     assert not list(cache.rglob("text.copy"))
 
     before = len(server.requests("text.bin"))
-    children = [
-        context.Process(target=download_in_child, args=(url, str(cache), answers)) for _ in range(4)
-    ]
+    children = [context.Process(target=download_in_child, args=(url, str(cache), answers)) for _ in range(4)]
     for child in children:
         child.start()
     places = {answers.get(timeout=60)[1] for _ in children}
@@ -380,7 +350,7 @@ def test_damage_on_the_way_and_a_change_in_the_store_are_named(server, kind, tmp
     stored = server.root / "bucket" / "corpora" / "text.bin"
     good = stored.read_bytes()
     stored.write_bytes(good[:100] + bytes([good[100] ^ 1]) + good[101:])
-    with pytest.raises(ChecksumError, match=rf"{url}/corpora/text was downloaded, and is damaged.*crc32"):
+    with pytest.raises(ChecksumError, match=rf"{url}/corpora/text was downloaded, but is damaged.*crc32"):
         local_data(f"{url}/corpora/text", str(tmp_path / "cache"))
     assert not list((tmp_path / "cache").rglob("text*"))
 
@@ -390,20 +360,13 @@ def test_damage_on_the_way_and_a_change_in_the_store_are_named(server, kind, tmp
     assert (more / "tool_use.jinja").read_text() == "with tools"
     stored.write_bytes(good[:-2] + b"zz")
     home = tmp_path / "home"
-    end = job(
-        home,
-        1,
-        words(home, url, "--data.cache", str(tmp_path / "cache"), steps=2),
-    )
+    end = job(home, 1, words(home, url, "--data.cache", str(tmp_path / "cache"), steps=2))
     assert end.codes == [2] and "text has changed in the store since" in end.errors()[0], end.logs
     assert "(text.bin); remove that folder" in end.errors()[0]
 
     stored.write_bytes(good)
-    end = job(
-        home,
-        1,
-        words(home, url, "--data.cache", str(home / "cache"), "--data.valid", f"{url}/corpora/valid"),
-    )
+    more = ("--data.cache", str(home / "cache"), "--data.valid", f"{url}/corpora/valid")
+    end = job(home, 1, words(home, url, *more))
     assert end.codes == [2], end.logs
     assert end.errors()[0].startswith(f"error: data.valid: {url}/corpora/valid."), end.errors()
 

@@ -9,7 +9,7 @@ import pytest
 from config.reading.tiny import tiny_config
 from lab.proof import lattice
 from lab.proof.verify.cells import chosen
-from lab.proof.verify.cells import words as words_of
+from lab.proof.verify.cells import words as to_arguments
 from lab.proof.verify.trial import prove
 
 STRICT = (
@@ -26,4 +26,4 @@ def test_nothing_is_used_before_it_has_arrived(ranks, tmp_path, name, world, wor
     found = lattice.find_layouts(tiny_config(name, world), world)
     cell = chosen(found, "1", set(words.split()), 0)[0]
     first, _ = prove(ranks(world), found.config(cell), tmp_path, is_strict=True)
-    assert not first.is_wrong, f"{words_of(cell, world)}: {first}"
+    assert not first.is_wrong, f"{to_arguments(cell, world)}: {first}"

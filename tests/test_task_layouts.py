@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus, job
 
@@ -51,9 +52,7 @@ def arguments(home, name, recipe, more=""):
     files = [str(home / f"text{number}.jsonl") for number in range(len(TEXTS))]
     size = [] if recipe != "gpt2-tiny" else ["--model.mixer.kv_heads", "none"]
     return [
-        recipe,
-        *MODEL,
-        *size,
+        recipe, *MODEL, *size,
         *("--train.dtype", "fp64", "--train.steps", "2", "--optim.lr", "0.01", "--eval.every", "1"),
         *("--data.path", str(home / "text"), "--checkpoint.every", "none"),
         *("--eval.tasks", ",".join(["configs/tasks", *files]), "--eval.tasks_limit", "5"),
@@ -64,11 +63,9 @@ def arguments(home, name, recipe, more=""):
 
 def validations(folder):
     """{step: the metrics of tasks} of a run's validations."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {
         row["step"]: {name: value for name, value in row.items() if name.startswith("tasks/")}
-        for row in found
-        if "val_loss" in row
+        for row in run_folder.validations(folder)
     }
 
 
@@ -96,7 +93,7 @@ def alone(home):
 
 @pytest.mark.slow(core=["mixtral-tiny-2---parallel.ep 2"])
 @pytest.mark.parametrize("recipe, world, layout", LAYOUTS, ids=lambda value: str(value))
-def test_the_numbers_of_one_process(home, alone, tmp_path, recipe, world, layout):
+def test_a_layout_gives_the_numbers_of_one_process(home, alone, tmp_path, recipe, world, layout):
     end = job(tmp_path, world, arguments(home, f"run-{recipe}-{world}-{layout}", recipe, layout))
     assert end.codes == [0] * world, end.logs
     found = validations(home / f"run-{recipe}-{world}-{layout}")

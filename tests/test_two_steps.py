@@ -20,10 +20,10 @@ from config.reading.tiny import NUM_STEPS, tiny_config
 from config.tree import with_values
 from lab.proof import lattice
 from lab.proof.verify.cells import chosen
-from lab.proof.verify.trial import BOUND, FLOOR, single_process, slices_of, small_blocks, strict_mode
+from lab.proof.verify.trial import BOUND, FLOOR, get_slices, single_process, small_blocks, strict_mode
 from model.sharding import parallel_dims
 from parallel.sharding.boxes import Box
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from train import train_step
@@ -82,7 +82,7 @@ def found(name: str, world: int) -> lattice.Lattice:
 
 
 def trained(world: World, cfg: Config) -> list[Part]:
-    """What a rank has after each step, and its gradients.
+    """A rank's numbers after each step, and its gradients.
 
     In strict mode: gloo forgives what NCCL does not, a result that is used before it has arrived.
     """
@@ -95,7 +95,7 @@ def trained(world: World, cfg: Config) -> list[Part]:
 
             def note_gradients(step: int = step) -> None:
                 for bucket in run.buckets:
-                    for box, part in boxes_of(bucket, bucket.grads.local):
+                    for box, part in get_boxes(bucket, bucket.grads.local):
                         parts.append((f"step {step}: gradient of {box.key}", box, part.clone()))
 
             loss, norm, *_ = train_step(watched(run, note_gradients), step, batches.microbatches(step - 1))
@@ -106,21 +106,21 @@ def trained(world: World, cfg: Config) -> list[Part]:
         for bucket in run.buckets:
             bucket.weights.wait_unshard()
     for bucket in run.buckets:
-        for box, part in boxes_of(bucket, bucket.weights.master):
+        for box, part in get_boxes(bucket, bucket.weights.master):
             parts.append((f"weights of {box.key}", box, part.clone()))
     if run.ema is not None:
         for bucket, average in zip(run.ema.buckets, run.ema.averages):
-            for box, part in boxes_of(bucket, average):
+            for box, part in get_boxes(bucket, average):
                 parts.append((f"average of {box.key}", box, part.clone()))
     return parts
 
 
 def deviations(parts: list[Part], alone: dict[str, Tensor]) -> list[str]:
-    """What is further than BOUND from one process, relative to the largest element of its tensor."""
+    """The names of parts further than BOUND from one process, relative to the largest element of theirs."""
     wrong = []
     for name, box, values in parts:
         whole = alone[name]
-        expected = whole if box is None else whole[slices_of(box)]
+        expected = whole if box is None else whole[get_slices(box)]
         allowed = BOUND * max(float(whole.abs().max()), FLOOR)
         if values.numel() and not float((values - expected).abs().max()) <= allowed:
             wrong.append(name)

@@ -9,7 +9,9 @@ import re
 
 import numpy as np
 import pytest
+import run_folder
 from ranks import MODEL, job
+from run_folder import validations
 
 from config import ConfigError
 from data import tokenizer
@@ -19,7 +21,7 @@ from scripts.compare.runs import doubts, read_run
 from scripts.reproduce import check_inputs
 
 SEQ_LEN = 16  # of ranks.MODEL
-SEQUENCES = 8  # of each validation set, of which a validation reads all
+SEQUENCES = 8  # of each validation set; a validation reads all of them
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +46,8 @@ def run(home, *words, name="r", world=1):
     return job(home / f"job-{name}", world, args)
 
 
-def validations(folder) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "val_loss" in row]
-
-
 def evaluated(folder, *words) -> dict:
-    """What scripts.evaluate says of the run."""
+    """The report of scripts.evaluate on the run."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert evaluate.main([str(folder), "--dtype", "fp64", "--json", *words]) == 0
     return json.loads(out.getvalue())
@@ -86,7 +83,7 @@ def test_each_set_is_validated_and_all_of_the_path_is_trained(tmp_path, files, w
 
 
 def test_ranks_validate_on_parts_with_other_numbers_of_targets(tmp_path, files):
-    """Documents of three of eight sequences have one letter, and half of the tokens there are no target under
+    """Documents of three of eight sequences have one letter, and half of the tokens there do not count under
     data.doc_mask. Two ranks cannot divide three evenly, and have the losses of one process.
     """
     tok = tokenizer.load_tokenizer("bytes")
@@ -107,7 +104,7 @@ def test_ranks_validate_on_parts_with_other_numbers_of_targets(tmp_path, files):
 
 
 @pytest.mark.slow
-def test_files_without_an_index(tmp_path, files):
+def test_validation_files_need_no_index(tmp_path, files):
     """train.bin and val.bin of nanoGPT, whose tokenizer is named."""
     for name in ("train", "web"):
         tokens = np.fromfile(f"{files[name]}.bin", np.uint16)
@@ -160,7 +157,7 @@ def test_a_split_that_leaves_nothing_points_to_it(tmp_path, files):
     words = ["--data.path", files["train"], "--data.valid", files["web"]]
     assert run(tmp_path, *words, "--data.split", "1,0").codes == [0]
     (error,) = run(tmp_path, *words, "--data.split", "90,10", name="other").errors()
-    assert "data.split: 90,10 does nothing" in error and "data.valid is validation data of its own" in error
+    assert "data.split: 90,10 does nothing" in error and "data.valid is separate validation data" in error
 
 
 def test_a_resume_keeps_what_is_trained(tmp_path, files):
@@ -168,7 +165,7 @@ def test_a_resume_keeps_what_is_trained(tmp_path, files):
     assert run(tmp_path, *words, "--data.valid", files["web"]).codes == [0]
     longer = run(tmp_path, *words, "--data.valid", files["code"], "--train.steps", "3")
     assert longer.codes == [0], longer.logs
-    assert "resumed with another data.valid" in longer.logs[0]
+    assert "resumed with a different data.valid" in longer.logs[0]
     wanted = evaluated(tmp_path / "r", "--data", files["code"])
     assert validations(tmp_path / "r")[-1]["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-9)
     without = run(tmp_path, *words, "--train.steps", "4")
@@ -204,7 +201,7 @@ def test_losses_on_the_same_validation_data_compare(two_mixtures):
 
 @pytest.mark.slow
 def test_a_run_says_what_it_was_validated_with(two_mixtures, files):
-    record = json.loads((two_mixtures["a"] / "summary.json").read_text())["provenance"]
+    record = run_folder.summary(two_mixtures["a"])["provenance"]
     train, valid = record["inputs"]["data"]
     assert "split" not in train and valid["split"] == "valid" and valid["path"] == files["web"]
     assert check_inputs([record]) == []

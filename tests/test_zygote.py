@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import zygote
+from waiting import has_ended, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the zygote needs Linux's prctl")
 ROOT = Path(__file__).parent.parent
@@ -170,7 +171,7 @@ ENDS = {  # {code: exit code}
 
 
 @pytest.mark.parametrize("code", ENDS, ids=str)
-def test_it_ends_alike(monkeypatch, code):
+def test_a_forked_program_ends_as_a_real_one(monkeypatch, code):
     def start():
         command = [sys.executable, "-c", f"if 0: import torch  # so it is forked\n{code}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -208,25 +209,14 @@ def test_programs_that_a_program_starts_are_its_children(tmp_path, monkeypatch):
 
     def start():
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 100
-        while len(zygote.children_of(process.pid)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: len(zygote.children_of(process.pid)) == 2, 100)
         ranks = zygote.children_of(process.pid)
         process.kill()
         process.wait()
-        while any(is_running(rank) for rank in ranks) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return len(ranks), [is_running(rank) for rank in ranks]
+        return len(ranks), wait_until(lambda: all(map(has_ended, ranks)))
 
     forked, real = both_ways(monkeypatch, start)
-    assert forked == real == (2, [False, False])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert forked == real == (2, True)
 
 
 @pytest.mark.slow(every=3)

@@ -74,7 +74,7 @@ OLMO = (  # marks of turns are words
 
 @dataclass(frozen=True)
 class Family:
-    """What tells the tokenizers of a family from others.
+    """The traits that tell the tokenizers of a family from others.
 
     splits: "bytes" (byte-level BPE), "prefix" (sentencepiece's, with a space before a text) or "spaces"
     (without). puts_start: does its post-processor put bos before a text? special, marks: added tokens,

@@ -1,4 +1,4 @@
-"""What tokenizers that packages ship are to us: a table for lab/docs/tokenizers.md.
+"""How we read the tokenizers that packages ship: a table for lab/docs/tokenizers.md.
 
     PYTHONPATH=.:tests python tests/tokenizer_table.py FILE[@EOD] ...
 
@@ -14,12 +14,8 @@ from data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 
 # code, scripts without spaces, letters of several characters, white space: what tokenizers lose
 PROBES = (
-    "def f(x):\n    return  x\n",
-    "日本語の文章。",
-    "Привет, мир 👋🏽",
-    "naïve café — “quoted”",
-    "tab\tand\r\nlines\n\n",
-    "  two  spaces  ",
+    "def f(x):\n    return  x\n", "日本語の文章。", "Привет, мир 👋🏽", "naïve café — “quoted”",
+    "tab\tand\r\nlines\n\n", "  two  spaces  ",
 )
 HEAD = ("tokenizer", "ids", "ends with", "control tokens", "made by text", "texts lost")
 
@@ -33,8 +29,8 @@ def made_by_text(tok: Tokenizer) -> list[int]:
     """Those of them that a text makes which spells one of them."""
     control = control_tokens(tok)
     is_json = isinstance(tok, JsonTokenizer)
-    name_of = tok.processor.id_to_token if is_json else tok.processor.id_to_piece
-    texts = [f"before {name_of(number)} after" for number in control]
+    get_name = tok.processor.id_to_token if is_json else tok.processor.id_to_piece
+    texts = [f"before {get_name(number)} after" for number in control]
     found = [np.isin(control, ids) for ids in tok.encode_batch(texts)]
     return [] if not found else np.array(control)[np.any(found, axis=0)].tolist()
 
@@ -43,7 +39,7 @@ def lost(tok: Tokenizer) -> list[str]:
     return [text for text in PROBES if tok.decode(tok.encode(text)) != text]
 
 
-def row_of(file: str, eod: str | None) -> tuple[str, ...]:
+def make_counts_row(file: str, eod: str | None) -> tuple[str, ...]:
     name = "/".join(file.split("/")[-2:])
     try:
         tok = load_tokenizer(file, eod)
@@ -58,7 +54,7 @@ def main(words: list[str]) -> None:
     rows = [HEAD, ("---",) * len(HEAD)]
     for word in words:
         file, _, eod = word.partition("@")
-        row = row_of(file, eod or None)
+        row = make_counts_row(file, eod or None)
         rows.append((*row, *[""] * (len(HEAD) - len(row))))
     print(*(f"| {' | '.join(row)} |" for row in rows), sep="\n")
 

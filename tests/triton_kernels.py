@@ -19,8 +19,8 @@ class Place(NamedTuple):
 def places() -> list[Place]:
     """Every place of every kernel that is launched: what triton.jit has made, under a name in _kernel."""
     found = []
-    for info in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"kernels.{info.name}")
+    for info in pkgutil.walk_packages(kernels.__path__, "kernels."):
+        module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if name.endswith("_kernel") and hasattr(value, "arg_names"):
                 found.append(Place(full_name(value), module, name))

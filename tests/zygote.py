@@ -58,17 +58,7 @@ PRELOADED = (
 STARTERS = ("scripts.launch", "scripts.bench", "scripts.scaling", "torch.distributed.run")
 # what is read while Python, torch, a BLAS or Triton is loaded
 LOAD_TIME_PREFIXES = (
-    "PYTHON",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "GOMP_",
-    "OPENBLAS_",
-    "TRITON_",
-    "TORCH_",
-    "LD_",
-    "LC_",
-    "LANG",
+    "PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TRITON_", "TORCH_", "LD_", "LC_", "LANG",
 )
 LOAD_TIME_EXEMPT = (
     "PYTHONPATH",
@@ -84,7 +74,8 @@ PR_SET_CHILD_SUBREAPER = 36
 MAX_FDS = 250
 HIGH_FD = 500  # above the descriptors that a test passes on
 ANSWER_SECONDS = 60.0
-DIES_WITH_PARENT = "dying_with.<locals>.ask_for_death"  # runtime/processes.py: the only preexec_fn of a fork
+# runtime/processes.py: the only preexec_fn of a fork
+DIES_WITH_PARENT = "death_signal_setter.<locals>.request_death_signal"
 
 REAL_POPEN = subprocess.Popen
 
@@ -148,15 +139,13 @@ def adopting_orphans():
 
 
 def start_zygote() -> Zygote:
-    """Starts a zygote of this process, which loads while the caller goes on."""
+    """Starts a zygote of this process, which loads while the caller continues."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         REAL_POPEN(
-            [sys.executable, __file__, str(theirs.fileno())],
-            cwd=ROOT,
+            [sys.executable, __file__, str(theirs.fileno())], cwd=ROOT,
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
         )
     return Zygote(ours, dict(os.environ))
 
@@ -171,7 +160,7 @@ def load_time_variables(environment: dict[str, str]) -> dict[str, str]:
 
 
 class ForkingPopen(subprocess.Popen):
-    """subprocess.Popen that starts our programs as forks of `zygote`, and all else as ever."""
+    """subprocess.Popen that starts our programs as forks of `zygote`, and all else as usual."""
 
     zygote: Zygote | None = None  # it starts with the first program that needs it
     starting = threading.Lock()
@@ -379,9 +368,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def die_with_parent(parent: int) -> None:
-    from runtime.processes import dying_with  # what preload() has imported
+    from runtime.processes import death_signal_setter  # what preload() has imported
 
-    dying_with(parent)()
+    death_signal_setter(parent)()
 
 
 def with_own_zygote(channel: socket.socket) -> Start:

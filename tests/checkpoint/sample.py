@@ -12,13 +12,7 @@ from parallel.sharding.ranges import range_boxes
 
 torch.set_num_threads(1)
 DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
     torch.bool,
 )
 

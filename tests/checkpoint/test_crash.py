@@ -29,7 +29,7 @@ SITUATIONS = ("first", "later", "replace")
 
 
 def tensors(step):
-    """What a run holds after `step`: every element says which step it is of, so that a mix shows."""
+    """A run's tensors after `step`: every element says its step, so that a mix shows."""
     return {
         "w": torch.full((64, 33), float(step)),
         "m": torch.full((129,), step, dtype=torch.float64).bfloat16(),
@@ -87,7 +87,7 @@ def die(point):
 
 
 def prepare(root, situation):
-    """What stands before the save of step 30. Returns the step that counts until the new one is committed."""
+    """Make the state before the save of step 30. Returns the step that counts until that is committed."""
     if situation == "first":
         return None
     save(root, 10)
@@ -103,7 +103,7 @@ def leftovers(root):
 
 
 def recover(root, expected):
-    """What a new process does: find the newest good one, check its content, clean up, save the next one."""
+    """Do what a new process does: find the newest good one, check its content, clean up, save the next."""
     found = store.newest_checkpoint(root, log := [])
     assert (content(found) if found else None) == expected, log
     store.remove_leftovers(root)
@@ -145,18 +145,14 @@ def test_sigkill_at_every_point_in_every_situation(tmp_path, threaded):
             last = 30 if committed else old
             assert child(lambda: recover(root, last)) == 0, (situation, point)  # noqa: B023
             shutil.rmtree(root)
-    only = {
-        "ckpt.mid_replace": {"replace"},
-        "ckpt.mid_purge": {"later"},
-    }  # the other situations do not come by here
-    assert hit == {(s, p) for p in store.FAULT_POINTS for s in only.get(p, SITUATIONS)}, (
-        "a point is not covered"
-    )
+    only = {"ckpt.mid_replace": {"replace"}, "ckpt.mid_purge": {"later"}}  # others do not come by here
+    points = {(s, p) for p in store.FAULT_POINTS for s in only.get(p, SITUATIONS)}
+    assert hit == points, "a point is not covered"
 
 
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_killed_again_and_again(tmp_path, situation):
+def test_a_folder_killed_again_and_again_keeps_a_whole_checkpoint(tmp_path, situation):
     """A death at every point in turn on the same folder, with no clean-up but the store's own."""
     expected = prepare(tmp_path, situation)
     for step, point in enumerate(store.FAULT_POINTS, 31):
@@ -170,7 +166,7 @@ def test_killed_again_and_again(tmp_path, situation):
     assert not leftovers(tmp_path) and content(store.newest_checkpoint(tmp_path)) == 50
 
 
-def test_killed_between_shards(tmp_path, monkeypatch):
+def test_a_kill_between_shards_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     """With a shard for every piece, a death in the k-th one, for each k."""
     monkeypatch.setattr(store, "SHARD_BYTES", 1)
     save(tmp_path, 20)
@@ -189,7 +185,7 @@ def test_killed_between_shards(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_after_a_file_was_linked(tmp_path, monkeypatch):
+def test_a_kill_after_a_link_leaves_both_checkpoints_whole(tmp_path, monkeypatch):
     """At every point between the first link and the end of the save: the checkpoint that was linked to is
     whole, and the next save links to it again. No file has more names than two.
     """
@@ -222,7 +218,7 @@ def test_killed_after_a_file_was_linked(tmp_path, monkeypatch):
         newest = store.newest_checkpoint(root)
         assert newest.name == ("step_00000030" if committed else "step_00000020")
         check(newest, is_linked=committed)
-        save_linked(root, 30)  # that is there, or anew
+        save_linked(root, 30)  # there already, or written again
         check(root / "step_00000030", is_linked=True)
         check(save_linked(root, 40), is_linked=False)  # that of 30 has two names
         shared = [path.stat().st_nlink for path in root.glob("step_*/shard_00000.safetensors")]
@@ -232,7 +228,7 @@ def test_killed_after_a_file_was_linked(tmp_path, monkeypatch):
 
 @pytest.mark.slow(every=5)
 @pytest.mark.parametrize("cause", ["ENOSPC", "EIO", "EROFS", "EDQUOT", "EFBIG"])
-def test_an_error_of_the_disk_at_every_point(tmp_path, cause):
+def test_an_error_of_the_disk_at_any_point_leaves_a_whole_checkpoint(tmp_path, cause):
     """StorageError with path, bytes and cause; the previous checkpoint is intact; the same process can save
     again.
     """
@@ -263,7 +259,7 @@ def refused(root, cause):
     assert sorted(p.name for p in root.iterdir()) == before and content(store.newest_checkpoint(root)) == 20
 
 
-def test_a_file_size_limit(tmp_path):
+def test_a_file_size_limit_leaves_the_old_checkpoint(tmp_path):
     """A real write error in the middle of a shard, for several places in it."""
     prepare(tmp_path, "later")
     for limit in (0, 100, 1000, 5000, 9000):
@@ -276,7 +272,7 @@ def test_a_file_size_limit(tmp_path):
     assert recover(tmp_path, 20) is None
 
 
-def test_no_file_descriptor_left_says_nothing_of_the_files(tmp_path):
+def test_no_file_descriptor_left_is_not_taken_for_damage(tmp_path):
     """Neither does a save call the disk a liar, nor a start the newest checkpoint damaged."""
     prepare(tmp_path, "later")
 
@@ -303,17 +299,14 @@ def small_disk(path, size):
         if result:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    namespace, user, private = (
-        0x00020000,
-        0x10000000,
-        1 << 14 | 1 << 18,
-    )  # CLONE_NEWNS, CLONE_NEWUSER, MS_REC | PRIVATE
+    # CLONE_NEWNS, CLONE_NEWUSER, MS_REC | PRIVATE
+    namespace, user, private = 0x00020000, 0x10000000, 1 << 14 | 1 << 18
     call(libc.unshare(namespace if os.geteuid() == 0 else namespace | user))
     call(libc.mount(b"none", b"/", None, private, None))
     call(libc.mount(b"none", str(path).encode(), b"tmpfs", 0, f"size={size}".encode()))
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     def probe():
         small_disk(tmp_path, 1 << 16)
         (tmp_path / "file").write_text("written")
@@ -325,9 +318,7 @@ def test_a_full_disk(tmp_path):
     def full(margin):
         small_disk(tmp_path, 1 << 17)  # 32 pages: two checkpoints of a few pages each, and little more
         prepare(tmp_path, "later")
-        store.FREE_SPACE_MARGIN = (
-            margin  # in this fork only; 0: no look ahead, the write itself runs into the wall
-        )
+        store.FREE_SPACE_MARGIN = margin  # in this fork only; 0: the write itself runs into the wall
         filler = tmp_path / "filler"
         for room in (4096, 8192):
             filler.write_bytes(b"\1" * (shutil.disk_usage(tmp_path).free - room))
@@ -339,7 +330,7 @@ def test_a_full_disk(tmp_path):
         assert child(lambda: full(margin)) == 0  # noqa: B023
 
 
-def test_a_folder_that_vanished_or_cannot_be_written(tmp_path):
+def test_a_folder_that_vanished_is_made_and_a_file_in_its_place_named(tmp_path):
     prepare(tmp_path / "a", "later")
     shutil.rmtree(tmp_path / "a")
     assert content(save(tmp_path / "a", 30)) == 30  # made again
@@ -373,7 +364,7 @@ def test_what_reads_back_differently_is_not_committed(tmp_path):
     assert content(store.newest_checkpoint(tmp_path)) == 20 and not leftovers(tmp_path)
 
 
-def test_at_least_one_good_checkpoint_at_every_instant(tmp_path):
+def test_there_is_a_good_checkpoint_at_every_instant(tmp_path):
     """keep = 1, a look at the folder from every point of every save."""
     seen = []
 

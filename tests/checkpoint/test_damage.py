@@ -31,10 +31,7 @@ def test_every_flipped_bit_is_found(saved):
     _, path, truth = saved
     everything = sorted(path.iterdir())
     assert {p.name for p in everything} == {
-        "index.json",
-        "index.sha256",
-        "meta.json",
-        "shard_00000.safetensors",
+        "index.json", "index.sha256", "meta.json", "shard_00000.safetensors",
     }
     rnd, found = random.Random(0), 0
     got = blank(truth)
@@ -67,10 +64,7 @@ def test_a_broken_file_is_named_and_the_older_one_wins(saved, name, how):
     file = path / name
     data = file.read_bytes()
     new = {
-        "empty": b"",
-        "half": data[: len(data) // 2],
-        "one short": data[:-1],
-        "one long": data + b"\0",
+        "empty": b"", "half": data[: len(data) // 2], "one short": data[:-1], "one long": data + b"\0",
     }.get(how)
     file.unlink()
     if new is not None:
@@ -94,9 +88,9 @@ def test_a_broken_file_is_named_and_the_older_one_wins(saved, name, how):
         assert same(got, blank(truth))
     log = []
     assert store.newest_checkpoint(root, log) == root / "step_00000010"
-    assert (
-        len(log) == 2 and "step_00000020 is rejected" in log[0] and "latest names 'step_00000020'" in log[1]
-    )
+    assert len(log) == 2
+    assert "step_00000020 is rejected" in log[0]
+    assert "latest names 'step_00000020'" in log[1]
 
 
 def test_a_shard_of_another_save_is_named_so(saved):
@@ -124,19 +118,17 @@ def test_a_folder_under_another_step_is_rejected(saved):
     root, path, truth = saved
     moved = path.rename(root / "step_00000030")
     log = []
-    assert (
-        store.newest_checkpoint(root, log) == root / "step_00000010" and "step_00000030 is rejected" in log[0]
-    )
+    assert store.newest_checkpoint(root, log) == root / "step_00000010"
+    assert "step_00000030 is rejected" in log[0]
     assert same(loaded(moved, truth), truth)  # by its path it is as good as ever
 
 
-def test_none_good_left(saved):
+def test_where_no_good_one_is_left_each_is_named(saved):
     root, path, _ = saved
     for p in root.glob("step_*"):
         (p / "meta.json").write_text("{}")
-    with pytest.raises(
-        store.IntegrityError, match="no good checkpoint left of 2.*step_00000020.*step_00000010"
-    ):
+    left = "no good checkpoint left of 2.*step_00000020.*step_00000010"
+    with pytest.raises(store.IntegrityError, match=left):
         store.newest_checkpoint(root)
     with pytest.raises(store.IntegrityError, match="no such checkpoint folder"):
         store.load(root / "step_00000099", [])
@@ -157,13 +149,11 @@ def test_latest_is_only_a_hint(saved, latest):
     assert len(log) == 1 and "latest" in log[0] and "using step_00000020" in log[0] and len(log[0]) < 500
 
 
-def test_an_empty_root(tmp_path):
+def test_an_empty_root_has_no_checkpoint(tmp_path):
     log = []
-    assert (
-        store.newest_checkpoint(tmp_path, log) is None
-        and store.newest_checkpoint(tmp_path / "none", log) is None
-        and log == []
-    )
+    assert store.newest_checkpoint(tmp_path, log) is None
+    assert store.newest_checkpoint(tmp_path / "none", log) is None
+    assert log == []
     (tmp_path / "latest").write_text("step_00000007\n")
     assert store.newest_checkpoint(tmp_path, log) is None and "names 'step_00000007'" in log[0]
     (tmp_path / "step_00000007.tmp-0123456789abcdef0123456789abcdef").mkdir()
@@ -174,19 +164,10 @@ def test_an_empty_root(tmp_path):
 # ---- forgeries ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
-        "../step_00000010/shard_00000.safetensors",
-        "/etc/passwd",
-        "a/b.safetensors",
-        "x\0.safetensors",
-        "..",
-        "meta.json",
-        "index.json",
-        "shard_00009.safetensors",
-    ],
-)
+@pytest.mark.parametrize("file", [
+    "../step_00000010/shard_00000.safetensors", "/etc/passwd", "a/b.safetensors", "x\0.safetensors", "..",
+    "meta.json", "index.json", "shard_00009.safetensors",
+])
 def test_an_index_cannot_point_outside(saved, file):
     _, path, truth = saved
 
@@ -257,9 +238,8 @@ def test_a_forged_index_is_refused_and_never_crashes(saved):
         except (store.IntegrityError, ConfigError):
             assert same(got, blank(truth))
             outcomes["refused"] += 1
-    assert (
-        outcomes["refused"] > 150
-    )  # the rest hit what does not matter: the order of a dict, an equal value, `world`
+    # the rest hit what does not matter: the order of a dict, an equal value, `world`
+    assert outcomes["refused"] > 150
     for text in (b"", b"[" * 10**5, b"null", b"{}", b"\xff", b'{"version": 0}', b'{"version": "2"}'):
         (path / "index.json").write_bytes(text)
         (path / "index.sha256").write_bytes(folder.seal_index(text))
@@ -297,10 +277,8 @@ def test_a_tensor_lies_within_its_file_and_has_its_size(saved, move):
     n = 8 + int.from_bytes(good[:8], "little")
     table = json.loads(good[8:n])
     stored = [piece["name"] for piece in json.loads((path / "index.json").read_text())["pieces"]]
-    name = max(
-        (each for each in stored if 0 not in table[each]["shape"]),
-        key=lambda each: table[each]["data_offsets"],
-    )
+    filled = [each for each in stored if 0 not in table[each]["shape"]]
+    name = max(filled, key=lambda each: table[each]["data_offsets"])
     table[name]["data_offsets"] = [at + by for at, by in zip(table[name]["data_offsets"], move)]
     head = json.dumps(table).encode()
     head = len(head).to_bytes(8, "little") + head
@@ -313,8 +291,8 @@ def test_a_tensor_lies_within_its_file_and_has_its_size(saved, move):
         loaded(path, truth)
 
 
-def test_no_pickle(saved):
-    """A shard replaced by a pickle is refused and not run; the store imports no pickle."""
+def test_a_pickle_is_refused_and_not_run(saved):
+    """In place of a shard; and the store imports no pickle."""
     root, path, truth = saved
     canary = root / "canary"
     shard = path / "shard_00000.safetensors"
@@ -331,6 +309,7 @@ def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
     root, path, tensors = saved
     reseal(path, lambda index: index.update(version=3))
     before = {p.name: p.read_bytes() for p in path.iterdir()}
+    line = "step_00000020: written in format 3, this code reads up to 2; use the code that wrote it"
     for work in (
         lambda: store.newest_checkpoint(root),
         lambda: store.newest_checkpoint(root, check=store.quick_check),
@@ -339,10 +318,7 @@ def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
         lambda: loaded(path, tensors),
         lambda: store.save(root, 20, whole(tensors), {}, keep=3),
     ):
-        with pytest.raises(
-            ConfigError,
-            match="step_00000020: written in format 3, this code reads up to 2; use the code that wrote it",
-        ):
+        with pytest.raises(ConfigError, match=line):
             work()
     for step in (30, 40, 50):
         store.save(root, step, whole(tensors), {}, keep=1)
@@ -354,18 +330,16 @@ def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
             store.verify(path)
 
 
-def test_what_was_found_damaged_since_is_passed_over(saved):
+def test_a_checkpoint_found_damaged_since_is_passed_over(saved):
     root, path, _ = saved
     older, log = root / "step_00000010", []
-    assert (
-        store.newest_checkpoint(root, log, {path: "a bit fell"}, store.quick_check) == older
-        and "step_00000020 is rejected: a bit fell" in log[0]
-    )
+    assert store.newest_checkpoint(root, log, {path: "a bit fell"}, store.quick_check) == older
+    assert "step_00000020 is rejected: a bit fell" in log[0]
     with pytest.raises(store.IntegrityError, match="no good checkpoint left of 2: .*a bit fell.*another"):
         store.newest_checkpoint(root, log, {path: "a bit fell", older: "another"}, store.quick_check)
 
 
-def test_a_start_passes_over_what_a_rank_has_found_damaged(saved):
+def test_a_start_passes_over_a_checkpoint_that_a_rank_found_damaged(saved):
     root, newest, _ = saved
     chosen = lambda bad=None: newest_start(defaults(), root, Group("job"), bad).resumed.path
     assert chosen() == chosen({}) == newest

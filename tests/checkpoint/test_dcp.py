@@ -43,7 +43,7 @@ class TrainState:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_one_process_saves(tmp_path):
+def test_what_one_process_saves_is_read(tmp_path):
     model = {
         "layers.0.attention.wq.weight": some((12, 8), torch.bfloat16),
         "tok_embeddings.weight": some((16, 4), torch.float32, 1).t(),
@@ -89,7 +89,7 @@ dist.destroy_process_group()
 """
 
 
-def test_what_two_ranks_save(tmp_path):
+def test_what_two_ranks_save_is_read(tmp_path):
     ranks = [subprocess.Popen([sys.executable, "-c", TWO_RANKS, str(n), str(tmp_path)]) for n in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
@@ -164,7 +164,7 @@ def megatron(tmp_path):
     return folder, {FC1: fc1, EMBED: embed}
 
 
-def test_megatrons_folder(megatron):
+def test_megatrons_stacked_layers_are_read_by_box(megatron):
     folder, tensors = megatron
     source = open_dcp(folder)
     assert source.objects == (EXTRA,) and source.where == folder
@@ -186,7 +186,7 @@ def test_only_the_files_of_the_box_are_opened(megatron):
     assert refusal(lambda: source.read(FC1)).startswith(f"{folder}/__1_0.distcp: truncated")
 
 
-def test_files_that_are_safetensors(tmp_path):
+def test_items_in_safetensors_are_read_at_their_offsets(tmp_path):
     """Such a file is written behind the objects, and every item has its offset."""
     whole = {"a": some((4, 6), torch.float16), "b": some((2,), torch.int64, 1)}
     lead = torch_saved("object")
@@ -209,7 +209,7 @@ def test_files_that_are_safetensors(tmp_path):
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-def test_files_that_are_missing_or_cut(megatron):
+def test_files_that_are_missing_or_cut_are_named(megatron):
     folder, _ = megatron
     file = folder / "__3_0.distcp"
     data = file.read_bytes()
@@ -222,7 +222,7 @@ def test_files_that_are_missing_or_cut(megatron):
     assert refusal(lambda: open_dcp(folder)).startswith(f"{folder}: holds no .metadata")
 
 
-def test_a_box_that_is_another_tensor(megatron):
+def test_a_box_that_is_another_tensor_is_refused(megatron):
     folder, _ = megatron
     item = [("w", (0, 0), torch.ones(2, 3))]
     lay_out(folder, {"x.distcp": item}, {"w": ((2, 3), torch.float64)})
@@ -244,37 +244,34 @@ def entry_of(metadata):
     return metadata.state_dict_metadata[EMBED]
 
 
-def storage_of(metadata):
+def find_storage(metadata):
     return metadata.storage_data[MetadataIndex(EMBED, (5, 0))]
 
 
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        (lambda m: entry_of(m).chunks.pop(), "[5:10, 0:5] of shape (10, 5): no stored piece covers this"),
-        (lambda m: entry_of(m).chunks.append(entry_of(m).chunks[0]), "or two boxes begin there"),
-        (lambda m: m.storage_data.pop(MetadataIndex(EMBED, (5, 0))), "no file holds what begins at (5, 0)"),
-        (lambda m: m.storage_data.pop(MetadataIndex(EXTRA)), f"{EXTRA}: no file holds what begins at None"),
-        (lambda m: setattr(entry_of(m), "size", torch.Size([9, 5])), "does not lie inside its tensor"),
-        (lambda m: setattr(entry_of(m), "size", "big"), "whole numbers expected"),
-        (lambda m: setattr(entry_of(m), "chunks", 5), "not what torch.distributed.checkpoint writes"),
-        (lambda m: setattr(entry_of(m), "properties", None), "not what torch.distributed.checkpoint writes"),
-        (lambda m: setattr(storage_of(m), "relative_path", "../x"), "a plain file name expected, got '../x'"),
-        (lambda m: setattr(storage_of(m), "offset", -1), "whole numbers expected"),
-        (lambda m: setattr(storage_of(m), "transform_descriptors", ["zstd"]), "compressed; save it again"),
-        (lambda m: m.state_dict_metadata.update({EMBED: 5}), "TensorStorageMetadata expected, got int"),
-        (lambda m: m.storage_data.update(x=5), "MetadataIndex expected, got str"),
-        (lambda m: setattr(m, "storage_data", None), "not what torch.distributed.checkpoint writes"),
-    ],
-)
-def test_metadata_that_does_not_hang_together(megatron, how, words):
+@pytest.mark.parametrize("how, words", [
+    (lambda m: entry_of(m).chunks.pop(), "[5:10, 0:5] of shape (10, 5): no stored piece covers this"),
+    (lambda m: entry_of(m).chunks.append(entry_of(m).chunks[0]), "or two boxes begin there"),
+    (lambda m: m.storage_data.pop(MetadataIndex(EMBED, (5, 0))), "no file holds what begins at (5, 0)"),
+    (lambda m: m.storage_data.pop(MetadataIndex(EXTRA)), f"{EXTRA}: no file holds what begins at None"),
+    (lambda m: setattr(entry_of(m), "size", torch.Size([9, 5])), "does not lie inside its tensor"),
+    (lambda m: setattr(entry_of(m), "size", "big"), "whole numbers expected"),
+    (lambda m: setattr(entry_of(m), "chunks", 5), "not what torch.distributed.checkpoint writes"),
+    (lambda m: setattr(entry_of(m), "properties", None), "not what torch.distributed.checkpoint writes"),
+    (lambda m: setattr(find_storage(m), "relative_path", "../x"), "a plain file name expected, got '../x'"),
+    (lambda m: setattr(find_storage(m), "offset", -1), "whole numbers expected"),
+    (lambda m: setattr(find_storage(m), "transform_descriptors", ["zstd"]), "compressed; save it again"),
+    (lambda m: m.state_dict_metadata.update({EMBED: 5}), "TensorStorageMetadata expected, got int"),
+    (lambda m: m.storage_data.update(x=5), "MetadataIndex expected, got str"),
+    (lambda m: setattr(m, "storage_data", None), "not what torch.distributed.checkpoint writes"),
+])
+def test_metadata_that_does_not_hang_together_is_refused(megatron, how, words):
     folder, _ = megatron
     changed(folder, how)
     line = refusal(lambda: open_dcp(folder).read(EMBED))
     assert line.startswith(f"{folder}/.metadata: ") and words in line, line
 
 
-def test_metadata_that_is_an_attack(megatron):
+def test_metadata_that_is_an_attack_is_not_run(megatron):
     folder, _ = megatron
     mark = folder / "ran"
     changed(folder, lambda m: setattr(m, "planner_data", Reduced(os.system, f"touch {mark}")))

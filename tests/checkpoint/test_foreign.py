@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import whole_folder
-from hf_models import changed
+from hf_models import changed, general_model
 from safetensors.torch import load_file, save_file
-from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, general_model, write_random_weights
+from test_hf_fuzz import NO_SPECIAL_TOKENS, WRITTEN, write_random_weights
 
 from checkpoint.disk.tensors_by_name import open_safetensors_folder
 from checkpoint.hf import config as hf_config
@@ -25,7 +25,7 @@ from model.router import ExpertsConfig
 from parallel.sharding.boxes import Box
 
 
-def folder_of(folder, model_type):
+def generation_folder(folder, model_type):
     """A folder of random weights; returns the pieces, (box, tensor), as they are read whole."""
     model = general_model(model_type)
     keys = {**hf_config.to_hf_config(model, "float32", NO_SPECIAL_TOKENS)}
@@ -39,8 +39,8 @@ def folder_of(folder, model_type):
 
 
 @pytest.mark.parametrize("model_type", WRITTEN)
-def test_pieces_are_what_the_whole_is(tmp_path, model_type):
-    pieces = folder_of(tmp_path, model_type)
+def test_pieces_read_alone_equal_the_whole(tmp_path, model_type):
+    pieces = generation_folder(tmp_path, model_type)
     index = foreign.open_hf_folder(tmp_path)
     assert {piece.box.key for piece in index.pieces} == {box.key for box, _ in pieces}
 
@@ -59,9 +59,9 @@ def test_pieces_are_what_the_whole_is(tmp_path, model_type):
         assert torch.equal(read, value), box
 
 
-def test_another_constant_is_refused(tmp_path):
+def test_another_value_of_a_constant_is_refused(tmp_path):
     """As the xIELU of Apertus has them, beside what it learns."""
-    folder_of(tmp_path, "apertus")
+    generation_folder(tmp_path, "apertus")
     name = "model.layers.1.mlp.act_fn.beta"
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors[name].shape == () and float(tensors[name]) == 0.5
@@ -84,18 +84,14 @@ def interleaved(parts):
     return torch.cat([a[:2], b[:3], c[:1], a[2:], b[3:], c[1:]])
 
 
-@pytest.mark.parametrize(
-    "arrangement, theirs",
-    [
-        (Arrangement(), torch.cat),
-        (Arrangement(groups=2), interleaved),
-        (Arrangement(groups=2, transpose=True), lambda parts: interleaved(parts).t()),
-        (Arrangement(groups=2, inner=True), lambda parts: interleaved(parts)[:, None]),
-        (Arrangement(leading=1, outer=True, inner=True), lambda parts: torch.cat(parts)[None, None, :, None]),
-        (Arrangement(leading=1, transpose=True), lambda parts: torch.cat(parts).t()[None]),
-    ],
-    ids=("rows", "groups", "transposed", "inner", "outer", "leading"),
-)
+@pytest.mark.parametrize("arrangement, theirs", [
+    (Arrangement(), torch.cat),
+    (Arrangement(groups=2), interleaved),
+    (Arrangement(groups=2, transpose=True), lambda parts: interleaved(parts).t()),
+    (Arrangement(groups=2, inner=True), lambda parts: interleaved(parts)[:, None]),
+    (Arrangement(leading=1, outer=True, inner=True), lambda parts: torch.cat(parts)[None, None, :, None]),
+    (Arrangement(leading=1, transpose=True), lambda parts: torch.cat(parts).t()[None]),
+], ids=("rows", "groups", "transposed", "inner", "outer", "leading"))
 def test_an_arrangement_holds_rows_where_it_says(arrangement, theirs):
     parts = [torch.randn(rows, 5) for rows in ROWS.values()]
     tensor = hf.HFTensor("x", parts, arrangement)
@@ -143,7 +139,7 @@ def test_boxes_are_read_out_of_groups_of_a_stack(tmp_path):
         list(foreign.places_in(family, model, shape=(3, 4, 12), **said))
 
 
-def test_gpt_oss_as_it_is_published(tmp_path):
+def test_gpt_oss_is_read_in_mxfp4_as_published(tmp_path):
     """Its experts are in MXFP4: what is read is what transformers makes of the same bytes."""
     integration = pytest.importorskip("transformers.integrations.mxfp4")
     small = {"hidden": 64, "mixer.heads": 4, "mlp": {"width": 32, "experts": 3, "top_k": 2}}

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from foreign_runs import LAYOUTS, expected_loss, first_loss, refusal
+from foreign_runs import LAYOUTS, attend, expected_loss, first_loss, of_model, refusal
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,13 +15,8 @@ from scripts.reproduce import check_inputs
 
 RECIPE = "gpt2-tiny"
 MODEL = {
-    "model.layers": 3,
-    "model.hidden": 32,
-    "model.mixer.heads": 4,
-    "model.mlp.width": 128,
-    "model.context": 40,
-    "model.tied": True,
-    "model.mlp.activation": "gelu_erf",
+    "model.layers": 3, "model.hidden": 32, "model.mixer.heads": 4, "model.mlp.width": 128,
+    "model.context": 40, "model.tied": True, "model.mlp.activation": "gelu_erf",
 }
 NO_BIAS = {"model.mixer.bias": None, "model.mlp.bias": False, "model.norm.bias": False}
 ARGS = {"n_layer": 3, "n_head": 4, "n_embd": 32, "block_size": 40, "bias": True, "vocab_size": 320,
@@ -47,11 +42,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         parts = self.c_attn(x).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        return self.c_proj((weights @ v).transpose(1, 2).flatten(2))
+        return self.c_proj(attend(*(part.unflatten(-1, (self.heads, -1)) for part in parts)))
 
 
 class MLP(nn.Module):
@@ -106,17 +97,8 @@ def saved(file, prefix="", change=lambda tensors: None, **other):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tensors = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
     change(tensors)
-    torch.save(
-        {
-            "model": tensors,
-            "optimizer": optimizer.state_dict(),
-            "model_args": args,
-            "iter_num": 7,
-            "best_val_loss": torch.tensor(3.5),
-            "config": {"batch_size": 12, "compile": True, "dtype": "bfloat16"},
-        },
-        file,
-    )
+    more = {"iter_num": 7, "best_val_loss": torch.tensor(3.5), "config": {"batch_size": 12, "compile": True}}
+    torch.save({"model": tensors, "optimizer": optimizer.state_dict(), "model_args": args, **more}, file)
     return model
 
 
@@ -144,16 +126,18 @@ def test_what_differs_or_is_damaged_is_refused(tmp_path):
     file = tmp_path / "ckpt.pt"
     settings = {**MODEL, "checkpoint.init_from": file}
 
-    def line(**keys):
-        changed = {f"model.{key}": value for key, value in keys.items()}
-        return refusal(tmp_path, RECIPE, {**settings, **changed})
+    def line(keys=None):
+        return refusal(tmp_path, RECIPE, {**settings, **of_model(keys)})
 
     saved(file)
-    assert "model.layers 3 there and 2 here" in line(layers=2)
-    assert "model.mixer.heads 4 there and 2 here" in line(**{"mixer.heads": 2})
-    assert "model.mlp.activation gelu_erf there and gelu here" in line(**{"mlp.activation": "gelu"})
-    assert "model.norm.eps 1e-05 there and 0.0001 here" in line(**{"norm.eps": 1e-4})
-    assert "model.vocab 320 there and 330 here" in line(vocab=330)
+    for keys, said in (
+        ({"layers": 2}, "model.layers 3 there and 2 here"),
+        ({"mixer.heads": 2}, "model.mixer.heads 4 there and 2 here"),
+        ({"mlp.activation": "gelu"}, "model.mlp.activation gelu_erf there and gelu here"),
+        ({"norm.eps": 1e-4}, "model.norm.eps 1e-05 there and 0.0001 here"),
+        ({"vocab": 330}, "model.vocab 320 there and 330 here"),
+    ):
+        assert said in line(keys), said
     whole = file.read_bytes()
     file.write_bytes(whole[:-1000])
     assert line().startswith(f"error: {file}: truncated, or not a file that torch.save")
@@ -173,7 +157,7 @@ def test_what_differs_or_is_damaged_is_refused(tmp_path):
         saved(file, change=change)
         assert said in line(), said
     saved(file, rotary=True)
-    assert f"{file}: model_args: rotary: nothing here reads this arg of nanoGPT" in line()
+    assert f"{file}: model_args: rotary: this arg is unknown for nanoGPT" in line()
     saved(file, bias="some")
     assert "bias = 'some' is not true or false" in line()
     torch.save({"state": 1, "net": {}}, file)

@@ -44,22 +44,15 @@ def pieces(kind, tied, fill=None):
     for i in range(2):
         at = f"layers.{i}."
         shapes |= {
-            at + "attn_norm.weight": (D,),
-            at + "attn.q.weight": (D, D),
-            at + "attn.k.weight": (kv, D),
-            at + "attn.v.weight": (kv, D),
-            at + "attn.o.weight": (D, D),
-            at + "mlp_norm.weight": (D,),
-            at + "mlp.up.weight": (F, D),
-            at + "mlp.down.weight": (D, F),
+            at + "attn_norm.weight": (D,), at + "mlp_norm.weight": (D,),
+            at + "attn.q.weight": (D, D), at + "attn.k.weight": (kv, D),
+            at + "attn.v.weight": (kv, D), at + "attn.o.weight": (D, D),
+            at + "mlp.up.weight": (F, D), at + "mlp.down.weight": (D, F),
         }
         shapes |= {} if kind == "gpt2" else {at + "mlp.gate.weight": (F, D)}
     if kind == "gpt2":
-        shapes |= {
-            k.replace("weight", "bias"): s[:1]
-            for k, s in shapes.items()
-            if k not in ("embed.weight", "head.weight")
-        }
+        biased = [key for key in shapes if key not in ("embed.weight", "head.weight")]
+        shapes |= {key.replace("weight", "bias"): shapes[key][:1] for key in biased}
         shapes["positions.weight"] = (9, D)
     out = []
     for key, shape in shapes.items():
@@ -70,13 +63,17 @@ def pieces(kind, tied, fill=None):
     return out
 
 
+def write(folder, kind, tied, dtype=torch.float32, **more):
+    return whole_folder.write_weights(
+        folder, kind, model(kind, tied), pieces(kind, tied), dtype=dtype, **more
+    )
+
+
 @pytest.fixture(params=[("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)], ids=str)
 def made(request, tmp_path):
-    kind, tied = request.param
-    whole_folder.write_weights(
-        tmp_path, kind, model(*request.param), pieces(*request.param), dtype=torch.float32
-    )
-    return kind, tied, tmp_path
+    """(kind, is it tied?, the folder)"""
+    write(tmp_path, *request.param)
+    return *request.param, tmp_path
 
 
 def read(kind, tied, folder):
@@ -96,18 +93,16 @@ def change(folder, how):
     save_file(tensors, folder / "model.safetensors")
 
 
-def test_it_reads_back_exactly(made):
+def test_what_is_written_reads_back_exactly(made):
     kind, tied, folder = made
     assert same(read(kind, tied, folder), pieces(kind, tied))
 
 
-def test_shards_and_their_index(made):
+def test_shards_read_back_by_their_index(made):
     kind, tied, folder = made
     whole = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    total = whole_folder.write_weights(
-        folder, kind, model(kind, tied), pieces(kind, tied), dtype=torch.float32, shard_bytes=4000
-    )
+    total = write(folder, kind, tied, shard_bytes=4000)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == total == sum(t.numel() * 4 for t in whole.values())
     assert len(set(index["weight_map"].values())) > 2
@@ -121,29 +116,26 @@ def test_shards_and_their_index(made):
 def test_bf16_is_rounded_once(made):
     kind, tied, folder = made
     (folder / "model.safetensors").unlink()
-    whole_folder.write_weights(folder, kind, model(kind, tied), pieces(kind, tied), dtype=torch.bfloat16)
+    write(folder, kind, tied, torch.bfloat16)
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert same(read(kind, tied, folder), [(b, t.bfloat16().float()) for b, t in pieces(kind, tied)])
 
 
-def test_names_without_their_prefix_and_old_buffers(made):
+def test_names_without_their_prefix_are_read_and_old_buffers_passed_over(made):
     kind, tied, folder = made
 
     def strip(tensors):
         for name in [n for n in tensors if n != "lm_head.weight"]:
             tensors[name.partition(".")[2]] = tensors.pop(name)
-        tensors["h.0.attn.bias" if kind == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(
-            1, 1, 9, 9
-        )
+        buffer = "h.0.attn.bias" if kind == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"
+        tensors[buffer] = torch.ones(1, 1, 9, 9)
 
     change(folder, strip)
     assert same(read(kind, tied, folder), pieces(kind, tied))
 
 
-def test_the_head_and_the_tie(tmp_path):
-    whole_folder.write_weights(
-        tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32
-    )
+def test_a_head_that_is_missing_or_equal_is_tied(tmp_path):
+    write(tmp_path, "llama", False)
     change(tmp_path, lambda t: t.pop("lm_head.weight"))
     found = hf.stored_tensors(tmp_path, "llama")
     assert hf.tie_embeddings(model("llama", False), found).tied  # no head on disk: it is the embedding
@@ -154,26 +146,17 @@ def test_the_head_and_the_tie(tmp_path):
         read("llama", True, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
-        (lambda t: t.update({"score.weight": torch.ones(2, D)}), "score.weight is not a weight of llama"),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(D + 1)}),
-            f"model.norm.weight has shape [{D + 1}], config.json makes it [{D}]",
-        ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(D, dtype=torch.int8)}),
-            "model.norm.weight is I8, only F64, F32, F16, BF16",
-        ),
-        (lambda t: [t.pop(n) for n in list(t) if ".0." in n], "and 5 more"),
-    ],
-)
+@pytest.mark.parametrize("how, words", [
+    (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
+    (lambda t: t.update({"score.weight": torch.ones(2, D)}), "score.weight is not a weight of llama"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(D + 1)}),
+     f"model.norm.weight has shape [{D + 1}], config.json implies [{D}]"),
+    (lambda t: t.update({"model.norm.weight": torch.ones(D, dtype=torch.int8)}),
+     "model.norm.weight is I8, only F64, F32, F16, BF16"),
+    (lambda t: [t.pop(n) for n in list(t) if ".0." in n], "and 5 more"),
+])
 def test_a_misfit_is_named_and_changes_nothing(tmp_path, how, words):
-    whole_folder.write_weights(
-        tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32
-    )
+    write(tmp_path, "llama", False)
     change(tmp_path, how)
     found, got = hf.stored_tensors(tmp_path, "llama"), pieces("llama", False, 7)
     with pytest.raises(ConfigError) as e:
@@ -195,29 +178,20 @@ def index(text):
     return write
 
 
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        (cut, "truncated, or not a safetensors file"),
-        (lambda f: (f / "model.safetensors").write_bytes(b""), "truncated"),
-        (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
-        (
-            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-            "pickled weights (pytorch_model.bin) are never opened",
-        ),
-        (index("{"), "not an index"),
-        (index('{"weight_map": {}}'), "not an index"),
-        (index('{"weight_map": {"a": "../b"}}'), "not an index"),
-        (
-            index('{"weight_map": {"a": "gone.safetensors"}}'),
-            "gone.safetensors: missing, though the index names it",
-        ),
-    ],
-)
+@pytest.mark.parametrize("how, words", [
+    (cut, "truncated, or not a safetensors file"),
+    (lambda f: (f / "model.safetensors").write_bytes(b""), "truncated"),
+    (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+     "pickled weights (pytorch_model.bin) are never opened"),
+    (index("{"), "not an index"),
+    (index('{"weight_map": {}}'), "not an index"),
+    (index('{"weight_map": {"a": "../b"}}'), "not an index"),
+    (index('{"weight_map": {"a": "gone.safetensors"}}'),
+     "gone.safetensors: missing, though the index names it"),
+])
 def test_a_bad_folder_is_named(tmp_path, how, words):
-    whole_folder.write_weights(
-        tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32
-    )
+    write(tmp_path, "llama", False)
     how(tmp_path)
     with pytest.raises(ConfigError) as e:
         hf.stored_tensors(tmp_path, "llama")

@@ -10,15 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 import whole_folder
-from hf_models import FLAT, PATHS, PATTERN, differences, from_flat_keys, with_key
+from hf_models import FLAT, GENERAL, LONGROPE, PATHS, differences, general_model, with_key
 
 from checkpoint.hf import config as hf_config
 from checkpoint.hf import tensors as hf
 from checkpoint.hf.families.table import FAMILIES
 from checkpoint.trained import weights_only
 from config import Config, ConfigError
-from config.reading import defaults, merge
-from config.reading.flat import FlatModel
+from config.reading import defaults
 from config.reading.rules import validate
 from model.router import mixture
 from scripts.convert import as_whole
@@ -26,13 +25,6 @@ from scripts.convert import as_whole
 CASES = 90  # of each family whose config.json is damaged
 MODELS = 160  # of each family that are written: most are of none
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
-SIZES = {
-    "layers": 3, "hidden": 24, "mixer.heads": 4, "mlp.width": 40, "vocab": 50, "vocab_multiple": 64,
-    "context": 96,
-}  # fmt: skip
-LATENT = {"kind": "latent", "kv_rank": 12, "nope_dim": 6, "rope_dim": 8, "v_dim": 10}
-MIXTURE = {"experts": 8, "top_k": 3, "moe_ffn": 20}
-SIGMOID = {"router": "sigmoid", "router_bias": True}
 OUT_AS = {  # families that are only read: the earlier one that their models are written as
     "hy_v3": "dots1",
     "glm4_moe_lite": "deepseek_v3",
@@ -43,217 +35,6 @@ OUT_AS = {  # families that are only read: the earlier one that their models are
     "qwen3_5_moe_text": "qwen3_next",
 }
 WRITTEN = [model_type for model_type in FAMILIES if model_type not in OUT_AS]
-LONGROPE = {"kind": "longrope", "factor": 2.0, "short": (1.0, 1.5), "long": (1.0, 3.0)}
-GELU = {"norm.kind": "layernorm", "mlp": {"activation": "gelu", "bias": True}}
-GEGLU = {"mlp.activation": "geglu"}
-COHERE = {"norm": {"kind": "layernorm", "bias": False}, "residual": "parallel", "logit_scale": 0.25}
-CONVOLUTIONS = {"blocks": {"conv": {"mixer.kind": "short_conv"}}, "pattern": "(conv, block)..."}
-DELTA = {
-    "mixer": {"kv_heads": 2, "head_dim": 8, "qk_norm": "head", "gate": "channel", "rope.share": 0.25},
-    "blocks": {"linear": {"mixer": {"kind": "delta", "heads": 4, "key_heads": 2, "key_dim": 6, "v_dim": 10}}},
-    "pattern": "(linear, block)...",
-}
-GENERAL = {  # a model of each family
-    "gpt2": {**GELU, "positions": "learned", "mixer": {"rope": None, "bias": "all"}, "tied": True},
-    "llama": {"mixer.kv_heads": 2},
-    "mistral": {"mixer": {"kv_heads": 2, "window": 7}},
-    "qwen2": {"mixer": {"kv_heads": 2, "bias": "qkv"}},
-    "qwen3": {"mixer": {"kv_heads": 2, "qk_norm": "head", "head_dim": 8}},
-    "mixtral": {"experts": 8, "top_k": 3},
-    "qwen2_moe": {**MIXTURE, "mixer.bias": "qkv", "shared_experts": 2, "shared_gate": True},
-    "qwen3_moe": {**MIXTURE, "mixer": {"qk_norm": "head", "head_dim": 8}},
-    "olmoe": {"experts": 8, "top_k": 3, "mixer.qk_norm": "whole"},
-    "dots1": {**MIXTURE, **SIGMOID, "mixer.qk_norm": "head", "first_dense": 1},
-    "deepseek_v2": {
-        **MIXTURE, "mixer": {**LATENT, "rope.pairs": True}, "router_renorm": False, "shared_experts": 2,
-    },
-    "deepseek_v3": {**MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14}, "shared_experts": 1, "mtp": {}},
-    "seed_oss": {"mixer": {"kv_heads": 1, "heads": 5, "head_dim": 8, "bias": "all"}, "mlp.bias": True},
-    "starcoder2": {**GELU, "mixer": {"kv_heads": 2, "bias": "all", "window": 7}},
-    "solar_open": {**MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "head_dim": 8}, "shared_experts": 1},
-    "sarvam_moe": {**MIXTURE, **SIGMOID, "mixer": {"qk_norm": "head", "bias": "qkv"}, "first_dense": 1},
-    "hy_v3": {**MIXTURE, **SIGMOID, "mixer.qk_norm": "head", "first_dense": 2, "shared_experts": 1},
-    "glm4_moe_lite": {
-        **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14}, "shared_experts": 1, "first_dense": 1,
-        "mtp": {},
-    },
-    "youtu": {"mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "tied": True},
-    "internlm3": {"mixer": {"kv_heads": 2, "bias": "all"}, "mlp.bias": True},
-    "phi3": {
-        "hidden": 32,
-        "mixer": {
-            "kv_heads": 2, "window": 7,
-            "rope": {"share": 0.5, "scaling": {**LONGROPE, "factor": 3.0, "original": 32}},
-        },
-    },
-    "ernie4_5": {"mixer": {"kv_heads": 2, "head_dim": 8, "rope.pairs": True}},
-    "glm4_moe": {
-        **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5}, "first_dense": 1,
-        "shared_experts": 1,
-    },
-    "minimax_m2": {
-        "experts": 8, "top_k": 3, **SIGMOID, "mixer": {"qk_norm": "whole", "head_dim": 8, "rope.share": 0.5},
-    },
-    "smollm3": {
-        "mixer.kv_heads": 2, "blocks": {"nope": {"mixer.rope": None}}, "pattern": "(3 block, nope)...",
-        "layers": 5,
-    },
-    "ministral": {"mixer.kv_heads": 2, **PATTERN},
-    "cwm": {"mixer": {"kv_heads": 2, "head_dim": 8}, **PATTERN},
-    "gemma": {**GEGLU, "embed_scale": 24**0.5, "mixer": {"kv_heads": 2, "head_dim": 8}, "tied": True},
-    "gemma2": {
-        **GEGLU, "embed_scale": 24**0.5, "norm.place": "around", "logit_cap": 30.0, **PATTERN,
-        "mixer": {"kv_heads": 2, "head_dim": 8, "scale": 0.25, "softcap": 50.0},
-    },
-    "gemma3_text": {
-        **GEGLU, "embed_scale": 24**0.5, "norm.place": "around",
-        "mixer": {"kv_heads": 2, "head_dim": 8, "qk_norm": "head"},
-        "blocks": {"local": {"mixer.window": 5, "mixer.rope.base": 50.0}}, "pattern": "(local, block)...",
-    },
-    "olmo2": {"mixer.qk_norm": "whole", "norm.place": "after"},
-    "olmo3": {"mixer.qk_norm": "whole", "norm.place": "after", **PATTERN},
-    "granite": {
-        "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5, "embed_scale": 3.0,
-        "logit_scale": 0.25,
-    },
-    "arcee": {"mixer.kv_heads": 2, "mlp.activation": "relu2"},
-    "apertus": {"mixer": {"kv_heads": 2, "qk_norm": "head"}, "mlp.activation": "xielu"},
-    "nanochat": {
-        "mixer": {"kv_heads": 2, "qk_norm": "unweighted"}, "mlp.activation": "relu2", "norm.weight": False,
-        "embed_norm": True, "logit_cap": 15.0,
-    },
-    "nemotron": {
-        "norm.kind": "layernorm", "mlp.activation": "relu2",
-        "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5},
-    },
-    "cohere": {**COHERE, "mixer": {"kv_heads": 2, "rope.pairs": True}},
-    "cohere2": {
-        **COHERE, "mixer": {"kv_heads": 2, "rope": None}, "pattern": "(local, block)...",
-        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {"pairs": True}}},
-    },
-    "glm": {"mixer": {"kv_heads": 2, "head_dim": 8, "rope": {"share": 0.5, "pairs": True}}},
-    "glm4": {
-        "mixer": {"kv_heads": 2, "head_dim": 8, "rope": {"share": 0.5, "pairs": True}},
-        "norm.place": "around",
-    },
-    "exaone4": {
-        "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "norm.place": "after",
-        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
-    },
-    "hunyuan_v1_dense": {"mixer": {"kv_heads": 2, "qk_norm": "after_rope"}},
-    "hunyuan_v1_moe": {
-        "experts": 8, "top_k": 3, "mixer": {"kv_heads": 2, "qk_norm": "after_rope"}, "shared_experts": 1,
-    },
-    "ernie4_5_moe": {
-        **MIXTURE, "router_bias": True, "mixer": {"kv_heads": 2, "rope.pairs": True}, "shared_experts": 2,
-    },
-    "afmoe": {
-        **MIXTURE, **SIGMOID, "norm.place": "around", "shared_experts": 1, "first_dense": 1,
-        "mixer": {"kv_heads": 2, "qk_norm": "head", "gate": "channel", "rope": None},
-        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
-    },
-    "laguna": {
-        **MIXTURE, **SIGMOID, "shared_experts": 2, "first_dense": 1,
-        "mixer": {
-            "kv_heads": 2, "head_dim": 8, "qk_norm": "head", "gate": {"kind": "head", "by": "softplus"},
-            "rope": {"share": 0.5, "scaling": {"kind": "yarn", "factor": 2.0, "original": 7}},
-        },
-        "blocks": {"local": {
-            "mixer": {"window": 5, "heads": 6, "rope": {"base": 50.0, "share": 1.0, "scaling": None}},
-        }},
-        "pattern": "(local, block)...",
-    },
-    "mimo_v2_flash": {
-        **MIXTURE, **SIGMOID, "first_dense": 1,
-        "mixer": {"kv_heads": 1, "head_dim": 8, "value_dim": 6, "value_scale": 0.7, "rope": {"share": 0.5}},
-        "blocks": {"local": {"mixer": {"window": 5, "kv_heads": 2, "sinks": True, "rope.base": 50.0}}},
-        "pattern": "(local, block)...",
-    },
-    "step3p5": {
-        **MIXTURE, **SIGMOID, "shared_experts": 2, "first_dense": 1,
-        "mixer": {
-            "kv_heads": 2, "head_dim": 8, "qk_norm": "head", "gate": "head",
-            "rope": {"share": 0.5, "scaling": {"kind": "llama3", "factor": 2.0, "original": 7}},
-        },
-        "blocks": {"local": {
-            "mixer": {"window": 5, "heads": 6, "rope": {"base": 50.0, "share": 1.0, "scaling": None}},
-        }},
-        "pattern": "(local, block)...", "limits": (0.3, None, 0.2), "shared_limits": (None, 0.1, None),
-    },
-    "exaone_moe": {
-        **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head", "rope": None}, "shared_experts": 1,
-        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {}}}, "pattern": "(local, block)...",
-    },
-    "gpt_oss": {
-        "experts": 8, "top_k": 3, "mlp": {"activation": "clamped_swiglu", "bias": True},
-        "router_logit_bias": True, "mixer": {"kv_heads": 2, "bias": "all", "sinks": True}, **PATTERN,
-    },
-    "llama4_text": {
-        **MIXTURE, "router": "sigmoid", "router_renorm": False, "router_weighs": "input", "shared_experts": 1,
-        "mixer": {"kv_heads": 2, "chunk": 5, "qk_norm": "unweighted", "rope.pairs": True},
-        "blocks": {"nope": {"mixer": {
-            "chunk": None, "qk_norm": None, "rope": None, "growth": {"every": 7, "first": 1},
-        }}},
-        "pattern": "(2 block, nope)...",
-    },
-    "granitemoe": {
-        "experts": 8, "top_k": 3, "mixer": {"kv_heads": 2, "scale": 0.3}, "residual_scale": 0.5,
-        "embed_scale": 3.0, "logit_scale": 0.25,
-    },
-    "granitemoehybrid": {
-        "mixer": {"kv_heads": 2, "scale": 0.3, "rope": None}, "mlp.width": 44, "residual_scale": 0.5,
-        "embed_scale": 3.0, "logit_scale": 0.25, "pattern": "(mamba, block)...",
-        "blocks": {"mamba": {"mixer": {"kind": "mamba", "heads": 8, "dim": 12, "groups": 2, "state": 6}}},
-    },
-    "nemotron_h": {
-        "layers": 5, "mixer": {"kv_heads": 2, "head_dim": 8, "rope": None}, "mlp.activation": "relu2",
-        "blocks": {
-            "mamba": {"mixer": {"kind": "mamba", "heads": 4, "dim": 6, "state": 10}, "mlp.kind": "none"},
-            "attention": {"mlp.kind": "none"},
-            "mlp": {"mixer.kind": "none"},
-        },
-        "pattern": "mamba, mlp, attention, mamba, mlp",
-    },
-    "lfm2": {"mixer": {"kv_heads": 2, "qk_norm": "head"}, "mlp.width": 44, **CONVOLUTIONS},
-    "lfm2_moe": {
-        **MIXTURE, **SIGMOID, "mixer": {"kv_heads": 2, "qk_norm": "head"}, "first_dense": 1, **CONVOLUTIONS,
-    },
-    "qwen3_next": {**MIXTURE, **DELTA, "shared_experts": 2, "shared_gate": True},
-    "qwen3_5_text": DELTA,
-    "olmo_hybrid": {
-        "mixer": {"qk_norm": "whole", "rope": None}, "norm.place": "after", "pattern": "(linear, block)...",
-        "blocks": {"linear": {"norm.place": "before", "mixer": {
-            "kind": "delta", "heads": 4, "key_heads": 2, "key_dim": 6, "v_dim": 10, "norm_eps": 1e-5,
-        }}},
-    },
-    "qwen3_5_moe_text": {**MIXTURE, **DELTA, "shared_experts": 1, "shared_gate": True},
-    "kimi_linear": {
-        **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope": None}, "shared_experts": 1,
-        "first_dense": 1, "pattern": "(linear, block)...",
-        "blocks": {"linear": {"mixer": {"kind": "kimi", "heads": 4, "dim": 8}}},
-    },
-    "granite_swa": {
-        "mixer": {"kv_heads": 2, "scale": 0.3, "sinks": True, "rope": None}, "residual_scale": 0.5,
-        "blocks": {"local": {"mixer.window": 5, "mixer.rope": {"base": 50.0}}},
-        "pattern": "(block, 3 local)...",
-    },
-    "granitemoe_swa": {
-        "experts": 8, "top_k": 3, "shared_experts": 2, "mixer": {"kv_heads": 2, "sinks": True}, **PATTERN,
-    },
-    "ministral3": {"mixer": {"kv_heads": 2, "growth": {"rate": 0.3, "every": 7}}},
-    "mistral4": {
-        **MIXTURE, "shared_experts": 2, "first_dense": 1,
-        "mixer": {
-            **LATENT, "q_rank": 14, "growth": {"rate": 0.3, "every": 7},
-            "rope": {"pairs": True, "scaling": {"kind": "yarn", "factor": 2.0, "original": 7}},
-        },
-    },
-    "kimi_k2": {
-        **MIXTURE, **SIGMOID, "mixer": {**LATENT, "q_rank": 14, "rope.pairs": True}, "shared_experts": 1,
-        "first_dense": 1,
-    },
-}
-
 # Values of every key of model.*: what a family has, what no family has, and the edges of what is legal.
 MODEL_VALUES = {
     "layers": (1, 3), "hidden": (24, 25), "mlp.width": (40, 20), "vocab": (50, None),
@@ -353,10 +134,6 @@ ROPE_VALUES = {
     "low_freq_factor": (4.0, 8.0, 0, -1.0), "high_freq_factor": (1.0, 0, None),
     "rope_theta": (100.0, 0, None), "partial_rotary_factor": (1.0, 0.5), "type": ("yarn", "default"),
 }  # fmt: skip
-
-
-def general_model(model_type):
-    return from_flat_keys(merge(SIZES, GENERAL[model_type], FlatModel))
 
 
 def general_keys(model_type):
@@ -580,10 +357,7 @@ def in_transformers(transformers, folder, keys):
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # no shared experts
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("model_type", WRITTEN)
-def test_transformers_computes_the_same(tmp_path, model_type, number):
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is not installed: its logits are not compared"
-    )
+def test_transformers_computes_the_same(transformers, tmp_path, model_type, number):
     rng = random.Random(f"logits {model_type} {number}")
     keys = None
     while keys is None:
@@ -610,9 +384,8 @@ def test_transformers_computes_the_same(tmp_path, model_type, number):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_whatever_transformers_writes_into_a_config_is_read_or_changes_nothing(tmp_path, model_type):
+def test_whatever_transformers_writes_into_a_config_is_read(transformers, tmp_path, model_type):
     """Every attribute of its config object, those that equal its defaults included."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = general_model(model_type)
     (tmp_path / "config.json").write_text(json.dumps(general_keys(model_type)))
     code = FAMILIES[model_type].code or model_type
@@ -625,12 +398,5 @@ def test_whatever_transformers_writes_into_a_config_is_read_or_changes_nothing(t
 def test_a_key_that_nothing_reads_is_refused_by_name(tmp_path, model_type):
     keys = general_keys(model_type)
     assert read(tmp_path, keys | {"attention_sinks": None})[0] == model_type
-    with pytest.raises(ConfigError, match="attention_sinks = 4: nothing here reads this key of a "):
+    with pytest.raises(ConfigError, match="attention_sinks = 4: this key is unknown for a "):
         read(tmp_path, keys | {"attention_sinks": 4})
-
-
-def test_a_window_in_some_layers_is_refused(tmp_path):
-    keys = hf_config.to_hf_config(general_model("mistral"), "float32", NO_SPECIAL_TOKENS)
-    layers = ["sliding_attention"] + ["full_attention"] * (keys["num_hidden_layers"] - 1)
-    with pytest.raises(ConfigError, match="layer_types = .*nothing here reads this key of a mistral"):
-        read(tmp_path, keys | {"layer_types": layers})

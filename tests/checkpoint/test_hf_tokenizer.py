@@ -34,7 +34,7 @@ def test_bpe_is_exact_on_real_lines_and_on_random_ones(bpe):
         assert bpe.encode(text) == theirs(text), text
 
 
-def test_it_decodes_to_the_text(bpe):
+def test_an_exported_bpe_decodes_to_the_text(bpe):
     import tokenizers
 
     made = tokenizers.Tokenizer.from_str(
@@ -44,7 +44,7 @@ def test_it_decodes_to_the_text(bpe):
         assert made.decode(made.encode(text).ids) == text
 
 
-def test_bytes_are_exact():
+def test_the_byte_tokenizer_is_exact():
     ours = tokenizer.load_tokenizer("bytes")
     theirs = hf_tokenizer.load_encoder(
         hf_tokenizer.check_exact(hf_tokenizer.from_bytes(ours.eod), ours.encode)
@@ -53,16 +53,13 @@ def test_bytes_are_exact():
     assert theirs(every) == ours.encode(every)
 
 
-@pytest.mark.parametrize(
-    "settings, why",
-    [
-        ({"model_type": "unigram"}, "not a BPE"),
-        ({"add_dummy_prefix": True, "user_defined_symbols": ["<b>"]}, "space in front"),
-        ({"remove_extra_whitespaces": True}, "repeated spaces"),
-        ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
-        ({"user_defined_symbols": ["a b"]}, "symbol of the user's"),
-    ],
-)
+@pytest.mark.parametrize("settings, why", [
+    ({"model_type": "unigram"}, "not a BPE model"),
+    ({"add_dummy_prefix": True, "user_defined_symbols": ["<b>"]}, "space in front"),
+    ({"remove_extra_whitespaces": True}, "repeated spaces"),
+    ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
+    ({"user_defined_symbols": ["a b"]}, "symbol of the user's"),
+])
 def test_what_cannot_be_exact_is_refused(settings, why):
     with pytest.raises(hf_tokenizer.ExportRefused, match=why):
         hf_tokenizer.from_sentencepiece(trained(**settings))
@@ -78,11 +75,8 @@ def trained(**settings) -> bytes:
         minloglevel=3,
         byte_fallback=True,
         **{
-            "model_type": "bpe",
-            "normalization_rule_name": "identity",
-            "remove_extra_whitespaces": False,
-            "add_dummy_prefix": False,
-            **settings,
+            "model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False,
+            "add_dummy_prefix": False, **settings,
         },
     )
     return model.getvalue()
@@ -104,7 +98,7 @@ def test_a_space_in_front_is_exact_in_both_directions():
         assert ours.decode(ours.encode(line)) == made.decode(theirs(line), skip_special_tokens=False), line
 
 
-def test_a_wrong_one_is_found(bpe):
+def test_a_tokenizer_with_other_ids_is_refused(bpe):
     made = hf_tokenizer.from_sentencepiece(bpe.model)
     made["model"]["merges"] = made["model"]["merges"][::-1]
     with pytest.raises(hf_tokenizer.ExportRefused, match="the ids differ on"):

@@ -29,7 +29,7 @@ def large_index() -> bytes:
 
 
 @pytest.mark.slow
-def test_what_repeats_is_held_once():
+def test_what_repeats_in_an_index_is_held_once():
     text = large_index()
     tracemalloc.start()
     parsed = folder.parse_index(Path("step_00000001"), text)
@@ -39,7 +39,7 @@ def test_what_repeats_is_held_once():
     assert held / PIECES < 700 and peak / PIECES < 1000, (held / PIECES, peak / PIECES)
 
 
-def test_it_takes_no_longer_than_a_few_passes_of_json():
+def test_an_index_is_parsed_in_a_few_passes_of_json():
     text = large_index()
 
     def seconds(work):
@@ -52,7 +52,7 @@ def test_it_takes_no_longer_than_a_few_passes_of_json():
     assert parsed < 8 * plain, (parsed, plain)
 
 
-def test_rows_travel_in_few_bytes():
+def test_rows_are_packed_into_few_bytes():
     rows = json.loads(large_index())["pieces"]
     packed = store.pack(rows)
     assert store.unpack(packed) == rows

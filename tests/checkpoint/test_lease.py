@@ -26,7 +26,7 @@ sys.path.insert(0, {root!r})
 import fcntl, time
 from pathlib import Path
 from checkpoint.disk import lease
-lease.kernel_of = lambda folder: "another"
+lease.get_kernel_id = lambda folder: "another"
 print("ready", flush=True)
 taken = lease.Lease(Path({folder!r}), renew_s=0.2, expires_s=1.0)
 taken.take(flock_works=True)
@@ -54,7 +54,7 @@ def lease_here(folder):
     return Lease(folder, renew_s=0.2, expires_s=1.0)
 
 
-def goes_on(call, *arguments):
+def is_accepted(call, *arguments):
     """Whether the call does not refuse."""
     try:
         call(*arguments)
@@ -91,14 +91,14 @@ def test_a_holder_that_was_cut_off_ends_when_it_comes_back(tmp_path, other_host)
     other_host.send_signal(signal.SIGCONT)
     _, text = other_host.communicate(timeout=20)
     assert f"taken over by {os.uname().nodename} pid {os.getpid()}" in text
-    assert "saw no sign of life of this run for 1 s" in text
+    assert "had no heartbeat from this run for 1 s" in text
     time.sleep(0.5)  # several signs of life
     lease.check()  # and this one keeps it
     lease.release()
 
 
 @pytest.mark.slow
-def test_of_two_that_wait_for_a_dead_host_one_gets_it(tmp_path, other_host):
+def test_one_of_two_that_wait_for_a_dead_host_gets_the_folder(tmp_path, other_host):
     other_host.kill()
     other_host.wait()
     code = HOLDER.format(root=str(ROOT), folder=str(tmp_path)).replace('"another"', '"a third"')
@@ -107,12 +107,12 @@ def test_of_two_that_wait_for_a_dead_host_one_gets_it(tmp_path, other_host):
     assert waiting.stdout.readline() == "ready\n"
     try:
         began = time.monotonic()
-        is_mine = goes_on(lease.take, True)
+        is_mine = is_accepted(lease.take, True)
         time.sleep(1.0)  # several signs of life
-        while is_mine == (waiting.poll() is None):  # until exactly one goes on
-            assert time.monotonic() - began < 30, f"both go on: {is_mine}; or none"
+        while is_mine == (waiting.poll() is None):  # until exactly one continues
+            assert time.monotonic() - began < 30, f"both continue: {is_mine}; or none"
             time.sleep(0.1)
-            is_mine = is_mine and goes_on(lease.check)
+            is_mine = is_mine and is_accepted(lease.check)
         time.sleep(1.0)
         assert is_mine == (waiting.poll() is not None)
     finally:
@@ -145,7 +145,7 @@ def test_others_that_take_it_at_the_same_time_remove_what_is_beside_it(tmp_path,
 
 def test_under_one_kernel_flock_decides_without_a_wait(tmp_path):
     path = tmp_path / leases.NAME
-    left_behind = {"id": "x", "kernel": leases.kernel_of(tmp_path), "host": "h", "pid": 1, "number": 7}
+    left_behind = {"id": "x", "kernel": leases.get_kernel_id(tmp_path), "host": "h", "pid": 1, "number": 7}
     path.write_text(json.dumps(left_behind))
     began = time.monotonic()
     with run_lock(tmp_path) as lease:
@@ -169,7 +169,7 @@ def test_without_flock_the_lease_keeps_two_processes_of_one_kernel_apart(tmp_pat
 
 @pytest.mark.slow(every=4)
 @pytest.mark.parametrize("text", ["", "x", "[]", "{}", "[" * 900, "null", '{"kernel": []}'])
-def test_a_damaged_lease_is_no_crash(tmp_path, text):
+def test_a_damaged_lease_is_waited_for_and_taken(tmp_path, text):
     (tmp_path / leases.NAME).write_text(text)
     lease = lease_here(tmp_path)
     began = time.monotonic()

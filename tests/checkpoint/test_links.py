@@ -4,7 +4,6 @@ good checkpoint, and where there are no links all is written.
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ A, B, C = (f"shard_{number:05d}.safetensors" for number in range(3))
 
 
 def check_exact(root):
-    """Three saves of which the third may link: it has every value of its step, and verifies."""
+    """Save three times. The third may link: it has every value of its step, and verifies."""
     *_, second, third = three(root)
     assert same(loaded(third, tensors(3)), tensors(3)) and same(loaded(second, tensors(2)), tensors(2))
     assert store.verify(third).step == 3
@@ -125,6 +124,14 @@ def test_one_changed_element_anywhere_is_seen(tmp_path, monkeypatch, dtype):
     assert linked_files(store.save(tmp_path, 9, whole(truth), {}, keep=9))
 
 
+def test_the_last_element_of_a_large_file_is_seen(tmp_path):
+    truth = tensors(0)
+    for step in (1, 2, 3):
+        truth["a"][-1, -1] = step
+        path = store.save(tmp_path, step, whole(truth), {}, keep=9)
+        assert same(loaded(path, truth), truth)
+
+
 def test_every_dtype_and_shape_is_linked(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHARD_BYTES", 300)
     truth = state(1)
@@ -135,15 +142,11 @@ def test_every_dtype_and_shape_is_linked(tmp_path, monkeypatch):
     assert same(loaded(path, truth), truth)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda t: {"x" + key: tensor for key, tensor in t.items()},
-        lambda t: {key: tensor.view(400, 100) for key, tensor in t.items()},
-        lambda t: {key: tensor.view(torch.int32) for key, tensor in t.items()},
-    ],
-    ids=["name", "shape", "dtype"],
-)
+@pytest.mark.parametrize("change", [
+    lambda t: {"x" + key: tensor for key, tensor in t.items()},
+    lambda t: {key: tensor.view(400, 100) for key, tensor in t.items()},
+    lambda t: {key: tensor.view(torch.int32) for key, tensor in t.items()},
+], ids=["name", "shape", "dtype"])
 def test_the_same_bytes_of_another_tensor_are_written(tmp_path, change):
     three(tmp_path, changing=())
     other = change(tensors(3, changing=()))
@@ -151,15 +154,15 @@ def test_the_same_bytes_of_another_tensor_are_written(tmp_path, change):
     assert not linked_files(path) and same(loaded(path, other), other)
 
 
-def test_of_many_ranks_each_links_its_own(tmp_path):
-    """Whose share has changed, writes it."""
+def test_each_of_many_ranks_links_its_own_files(tmp_path):
+    """And writes those that have changed."""
     def parts(step):
         mine = {"a": torch.arange(12.0).view(4, 3), "b": torch.full((4, 3), float(step))}
         return [[(Box.whole(key, (4, 3)), tensor)] for key, tensor in mine.items()]
 
     for step in (1, 2, 3):
         results = save_in_threads(tmp_path, step, parts(step))
-    store.mark_of(results[0]).touch()  # keep is 2: a third one that stays
+    store.marker_path(results[0]).touch()  # keep is 2: a third one that stays
     paths = [save_in_threads(tmp_path, step, parts(step))[1] for step in (4, 5)]
     assert [list(linked_files(path)) for path in paths] == [[], ["rank_00000_shard_00000.safetensors"]]
     truth = {"a": torch.arange(12.0).view(4, 3), "b": torch.full((4, 3), 5.0)}
@@ -169,13 +172,14 @@ def test_of_many_ranks_each_links_its_own(tmp_path):
 # ---- damage ------------------------------------------------------------------------------------------------
 
 
-def check_one_byte(root, keep):
+@pytest.mark.parametrize("keep, linked", [(1, True), (2, False), (3, True), (5, True)])
+def test_no_byte_takes_away_the_last_good_checkpoint(tmp_path, keep, linked):
     """After each of many saves of what never changes: whatever byte the disk loses, a good one is left if
-    there was more than one before. Returns how many files were linked."""
+    there was more than one before. With two, links would take it."""
     count = 0
     for step in range(1, 9):
-        save(root, step, keep=keep, changing=())
-        paths = [path for _, path in store.committed_checkpoints(root)]
+        save(tmp_path, step, keep=keep, changing=())
+        paths = [path for _, path in store.committed_checkpoints(tmp_path)]
         count += len(linked_files(paths[0]))
         for path in paths:
             for file in (A, B, C):
@@ -184,16 +188,10 @@ def check_one_byte(root, keep):
                     flip(path / file)
                     assert good(paths), (path, file)
                     flip(path / file)
-    return count
+    assert (count > 0) is linked
 
 
-@pytest.mark.parametrize("keep, linked", [(1, True), (2, False), (3, True), (5, True)])
-def test_no_byte_takes_away_the_last_good_checkpoint(tmp_path, keep, linked):
-    """With two, links would."""
-    assert bool(check_one_byte(tmp_path, keep)) is linked
-
-
-def test_keep_1_links_what_is_purged_then(tmp_path):
+def test_keep_1_links_to_the_checkpoint_that_it_then_purges(tmp_path):
     for step in (1, 2, 3):
         path = save(tmp_path, step, keep=1)
     assert [step for step, _ in store.committed_checkpoints(tmp_path)] == [3]
@@ -267,7 +265,7 @@ def test_without_hard_links_all_is_written(tmp_path, monkeypatch, error):
     assert not linked_files(third)
 
 
-def test_a_link_that_was_made_though_the_call_failed_is_no_hindrance(tmp_path, monkeypatch):
+def test_a_link_that_was_made_though_the_call_failed_is_replaced(tmp_path, monkeypatch):
     """As over NFS, where an answer was lost."""
     real = os.link
 
@@ -281,7 +279,7 @@ def test_a_link_that_was_made_though_the_call_failed_is_no_hindrance(tmp_path, m
 
 
 @pytest.mark.parametrize("how", ["gone", "a link", "a folder", "garbage", "cut"])
-def test_an_earlier_file_that_cannot_be_read_is_no_hindrance(tmp_path, how):
+def test_beside_an_earlier_file_that_cannot_be_read_all_is_written(tmp_path, how):
     _, second = [save(tmp_path, step) for step in (1, 2)]
     file, data = second / A, (second / A).read_bytes()
     file.unlink()
@@ -295,66 +293,3 @@ def test_an_earlier_file_that_cannot_be_read_is_no_hindrance(tmp_path, how):
     third = save(tmp_path, 3)
     assert linked_files(third).keys() == {C} and store.verify(third)
     assert (third / A).is_file() and not (third / A).is_symlink()
-
-
-# ---- planted bugs ------------------------------------------------------------------------------------------
-
-PLANTED = {  # {bug: (what is replaced, by what, the check that must see it)}
-    "linked though the bytes differ": (
-        links, "reads_as", lambda *_: True, lambda root: check_exact(root)
-    ),
-    "the probe alone decides": (
-        links, "same_checksum", lambda fd, start, data, path: stored_checksum(fd, start, len(data)),
-        lambda root: test_one_last_element(root),
-    ),
-    "linked again and again": (
-        links, "os", type("Os", (), {"link": os.link, "fstat": lambda fd: Once(os.fstat(fd))}),
-        lambda root: check_one_byte(root, 5),
-    ),
-    "linked where two are left": (
-        store, "folder_to_link", lambda final, keep: next(iter(store.earlier_checkpoints(
-            final.parent, store.step_of(final))), None),
-        lambda root: check_one_byte(root, 2),
-    ),
-    "the index names no id of a linked file": (
-        links, "compare", lambda path, named: without_id(*COMPARE(path, named)),
-        lambda root: check_exact(root),
-    ),
-}
-COMPARE = links.compare
-
-
-class Once:
-    """A stat of a file that seems to have one name."""
-
-    def __init__(self, real):
-        self.st_size, self.st_nlink = real.st_size, 1
-
-
-def stored_checksum(fd, start, size):
-    """Of the bytes of the file, whatever is in memory."""
-    digest = files.DIGESTS[files.WRITTEN_DIGEST]()
-    digest.update(os.pread(fd, size, start))
-    return files.checksum_text(files.WRITTEN_DIGEST, digest)
-
-
-def without_id(entry, checksums):
-    return {key: value for key, value in entry.items() if key != "save_id"}, checksums
-
-
-def test_one_last_element(tmp_path: Path):
-    """The last of a large file changes."""
-    truth = tensors(0)
-    for step in (1, 2, 3):
-        truth["a"][-1, -1] = step
-        path = store.save(tmp_path, step, whole(truth), {}, keep=9)
-        assert same(loaded(path, truth), truth)
-
-
-@pytest.mark.parametrize("bug", list(PLANTED))
-def test_a_planted_bug_is_seen(tmp_path, monkeypatch, bug):
-    place, name, by, check = PLANTED[bug]
-    check(tmp_path / "without")
-    monkeypatch.setattr(place, name, by)
-    with pytest.raises((AssertionError, store.IntegrityError, store.StorageError)):
-        check(tmp_path / "with")

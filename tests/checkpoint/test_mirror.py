@@ -127,7 +127,7 @@ def test_a_store_that_dies_at_any_operation_loses_nothing_and_is_healed(place, t
     assert seen == {20, 30} and number > 15
 
 
-def test_a_step_that_was_saved_anew_replaces_its_namesake_whole(place, tmp_path):
+def test_a_step_that_was_saved_again_replaces_its_namesake_whole(place, tmp_path):
     """The run went back, and saves other tensors under the same step: never a mix, and never none of the
     others."""
     run, folder = place
@@ -141,12 +141,8 @@ def test_a_step_that_was_saved_anew_replaces_its_namesake_whole(place, tmp_path)
         except RemoteError:
             pass
         for step in steps_there(run):
-            path = remote.fetch(
-                run.folder("checkpoints"),
-                step,
-                remote.complete_steps(run.folder("checkpoints"))[step],
-                tmp_path / f"back{last}",
-            )
+            there = run.folder("checkpoints")
+            path = remote.fetch(there, step, remote.complete_steps(there)[step], tmp_path / f"back{last}")
             assert same(loaded(path, state(1)), state(99)) or same(loaded(path, state(1)), state(step))
 
 
@@ -159,13 +155,11 @@ def test_what_is_damaged_in_the_store_is_left_for_the_one_before(place, tmp_path
     data = bytearray(shard.read_bytes())
     data[-5] ^= 4
     run.write(f"checkpoints/{path.name}/{shard.name}", bytes(data))
-    (notes,) = [mirror.restore(run, tmp_path / "fresh")]
+    notes = mirror.restore(run, tmp_path / "fresh")
     assert "checkpoint 20 of" in notes[0] and "is rejected" in notes[0] and "step_00000010" in notes[1]
     assert [step for step, _ in store.committed_checkpoints(tmp_path / "fresh" / "checkpoints")] == [10]
-    assert {file.name for file in (tmp_path / "fresh" / "checkpoints").iterdir()} == {
-        "step_00000010",
-        "latest",
-    }
+    names = {file.name for file in (tmp_path / "fresh" / "checkpoints").iterdir()}
+    assert names == {"step_00000010", "latest"}
     for name in ("tokenizer.bytes", "additional_chat_templates/tool_use.jinja"):
         assert (tmp_path / "fresh" / "tokenizer" / name).exists()
 
@@ -237,10 +231,10 @@ def test_the_uploader_never_holds_up_its_caller_and_serves_the_last_request(tmp_
     gate.set()
     uploader.finish(30)
     assert 2 <= len(calls) <= 3  # a third, if the thread takes the request before finish() makes its own
-    assert not uploader.has_failed() and uploader.take_lines() == []
+    assert not uploader.has_failed() and uploader.pop_lines() == []
 
 
-def test_failures_in_a_row_are_counted_named_and_end_the_run(tmp_path):
+def test_failed_uploads_in_a_row_are_counted_named_and_end_the_run(tmp_path):
     outcomes = iter([OSError("one"), None, OSError("two"), RemoteError("three"), None])
 
     def update():
@@ -250,28 +244,25 @@ def test_failures_in_a_row_are_counted_named_and_end_the_run(tmp_path):
 
     uploader = CheckpointUploader("s3://b/run", tmp_path, update, may_fail=2)
     uploader.upload()
-    assert "failed (1 of 2 in a row): OSError: one" in uploader.take_lines()[0]
+    assert "failed (1 of 2 in a row): OSError: one" in uploader.pop_lines()[0]
     uploader.upload()
-    assert "works again, after 1 that failed" in uploader.take_lines()[0] and uploader.take_lines() == []
+    assert "works again, after 1 that failed" in uploader.pop_lines()[0] and uploader.pop_lines() == []
     uploader.check()
     uploader.upload(), uploader.upload()
     assert uploader.has_failed()
-    with pytest.raises(RemoteError, match="2 uploads in a row have failed .*three.*the same command goes on"):
+    with pytest.raises(RemoteError, match="2 uploads in a row have failed .*three.*the same command resumes"):
         uploader.check()
     uploader.upload()  # this one works, but the other ranks may have heard that the run ends
     assert uploader.has_failed()
 
 
-@pytest.mark.parametrize(
-    "url, words",
-    [
-        ("s3://user:secret@bucket/x", "a password must not be in a URL"),
-        ("nosuch://bucket/x", "nosuch"),
-        ("s3://", "must name a place in the store"),
-        ("s3://bucket/../x", "without . and .."),
-    ],
-)
-def test_urls_that_cannot_be_are_refused_in_one_line(url, words):
+@pytest.mark.parametrize("url, words", [
+    ("s3://user:secret@bucket/x", "a password must not be in a URL"),
+    ("nosuch://bucket/x", "nosuch"),
+    ("s3://", "must name a place in the store"),
+    ("s3://bucket/../x", "without . and .."),
+])
+def test_a_url_that_names_no_place_is_refused_in_one_line(url, words):
     with pytest.raises(ConfigError) as caught:
         open_folder(url, "checkpoint.mirror")
     text = str(caught.value)

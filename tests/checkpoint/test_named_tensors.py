@@ -1,8 +1,6 @@
 """Tensors by name: boxes of safetensors files and folders, against the whole tensors; what is refused."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,7 +60,7 @@ def write_index(folder, weight_map):
 # ---- reading -----------------------------------------------------------------------------------------------
 
 
-def test_names_shapes_and_dtypes_without_data(tmp_path):
+def test_a_file_is_opened_by_names_shapes_and_dtypes(tmp_path):
     tensors = {str(dtype): some((3, 5), dtype) for dtype in DTYPES} | {"scalar": torch.tensor(2.5)}
     source = one_file(tmp_path, tensors)
     assert source.where == tmp_path and source.objects == ()
@@ -93,7 +91,7 @@ def test_any_box_is_the_slice_of_the_whole(tmp_path, monkeypatch, limits):
 
 @pytest.mark.parametrize("limits", [(1, 8, 1), (1 << 16, 1 << 22, 4)], ids=str)
 @pytest.mark.parametrize("stride", [(1, 6), (20, 1), (0, 3), (0, 0), (2, 7)], ids=str)
-def test_strides_of_any_order(tmp_path, monkeypatch, stride, limits):
+def test_a_box_is_read_under_strides_of_any_order(tmp_path, monkeypatch, stride, limits):
     for name, limit in zip(("SMALL_READ", "MAX_READ", "MAX_WASTE"), limits):
         monkeypatch.setattr(tensors_by_name, name, limit)
     data = torch.arange(150, dtype=torch.int32)
@@ -103,27 +101,19 @@ def test_strides_of_any_order(tmp_path, monkeypatch, stride, limits):
     assert torch.equal(read, data.as_strided((6, 5), stride, 10)[1:5, 2:5])
 
 
-def test_a_column_is_read_without_the_rest(tmp_path, monkeypatch):
+def test_a_column_is_read_without_the_rest(tmp_path, read_sizes):
     """A narrow box of wide rows reads a few times its bytes, in few calls."""
     whole = torch.arange(512 * 40_000, dtype=torch.int16).view(512, 40_000)  # rows of 80 kB
     source = one_file(tmp_path, {"w": whole})
-    sizes = []
-    read_into = tensors_by_name.read_into
-
-    def noted(fd, start, target):
-        sizes.append(len(target))
-        return read_into(fd, start, target)
-
-    monkeypatch.setattr(tensors_by_name, "read_into", noted)
     box = (slice(0, 512), slice(39_000, 40_000))
     assert torch.equal(source.read("w", box), whole[box])
-    assert len(sizes) == 512 and sum(sizes) == 512 * 1000 * 2
-    sizes.clear()
+    assert len(read_sizes) == 512 and sum(read_sizes) == 512 * 1000 * 2
+    read_sizes.clear()
     assert torch.equal(source.read("w", (slice(3, 500), slice(None))), whole[3:500])
-    assert max(sizes) <= tensors_by_name.MAX_READ and sum(sizes) == 497 * 80_000
+    assert max(read_sizes) <= tensors_by_name.MAX_READ and sum(read_sizes) == 497 * 80_000
 
 
-def test_shards_of_an_index_and_links(tmp_path):
+def test_shards_are_read_by_their_index_and_through_links(tmp_path):
     one, two = {"a": some((4, 3), torch.float32)}, {"b": some((2,), torch.int8, 1), "c": torch.ones(2)}
     blobs = tmp_path / "blobs"
     blobs.mkdir()
@@ -162,26 +152,23 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
-@pytest.mark.parametrize(
-    "entries, size, words",
-    [
-        ({"w": entry()}, 7, "truncated (7 bytes for 8)"),
-        ({"w": entry()}, 9, "longer than its tensors"),
-        ({"w": entry(shape=(3,))}, 8, "w: 8 bytes for shape [3] of F32"),
-        ({"w": entry(shape=(-2,))}, 8, "w: damaged safetensors header"),
-        ({"w": entry(shape=(2.0,))}, 8, "w: damaged safetensors header"),
-        ({"w": entry(offsets=(8,))}, 8, "w: damaged safetensors header"),
-        ({"w": {"dtype": "F32"}}, 8, "w: damaged safetensors header"),
-        ({"w\nerror: fine": entry(shape=(3,))}, 8, "w\\nerror: fine: 8 bytes for shape [3] of F32"),
-        ({"w": entry("F4")}, 8, "w has dtype 'F4'; these are read: F64, "),
-        ({"w": entry(), "v": entry()}, 8, "its tensors leave a gap or overlap at byte"),
-        ({"w": entry(), "v": entry(offsets=(12, 20))}, 20, "its tensors leave a gap or overlap at byte"),
-        (b'{"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, '
-         b'"w": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}', 2, "its tensors leave a gap"),
-        (b"[]", 0, "damaged safetensors header"),
-        (b"{", 0, "damaged safetensors header"),
-    ],
-)
+@pytest.mark.parametrize("entries, size, words", [
+    ({"w": entry()}, 7, "truncated (7 bytes for 8)"),
+    ({"w": entry()}, 9, "longer than its tensors"),
+    ({"w": entry(shape=(3,))}, 8, "w: 8 bytes for shape [3] of F32"),
+    ({"w": entry(shape=(-2,))}, 8, "w: damaged safetensors header"),
+    ({"w": entry(shape=(2.0,))}, 8, "w: damaged safetensors header"),
+    ({"w": entry(offsets=(8,))}, 8, "w: damaged safetensors header"),
+    ({"w": {"dtype": "F32"}}, 8, "w: damaged safetensors header"),
+    ({"w\nerror: fine": entry(shape=(3,))}, 8, "w\\nerror: fine: 8 bytes for shape [3] of F32"),
+    ({"w": entry("F4")}, 8, "w has dtype 'F4'; these are read: F64, "),
+    ({"w": entry(), "v": entry()}, 8, "its tensors leave a gap or overlap at byte"),
+    ({"w": entry(), "v": entry(offsets=(12, 20))}, 20, "its tensors leave a gap or overlap at byte"),
+    (b'{"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, '
+     b'"w": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}', 2, "its tensors leave a gap"),
+    (b"[]", 0, "damaged safetensors header"),
+    (b"{", 0, "damaged safetensors header"),
+])
 def test_a_damaged_file_is_named(tmp_path, entries, size, words):
     header(tmp_path, entries, bytes(size))
     line = refused(tmp_path)
@@ -229,46 +216,7 @@ def test_a_box_outside_is_an_error(tmp_path, box):
         one_file(tmp_path, {"w": torch.ones(4)}).read("w", box)
 
 
-# ---- memory ------------------------------------------------------------------------------------------------
-
-LIMITED = """
-import resource, sys, torch
-from pathlib import Path
-from checkpoint.disk.tensors_by_name import open_safetensors_folder
-
-torch.set_num_threads(1)
-source = open_safetensors_folder(Path(sys.argv[1]))
-held = next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]
-resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(held) + (32 << 20),) * 2)
-rows, columns = source.tensors["w"].shape
-assert source.read("w", (slice(rows - 2, rows), slice(0, columns)))[-1, -1] == 7
-assert source.read("w", (slice(0, rows), slice(columns - 1, columns))).sum() == 7
-try:
-    source.read("w")
-except (RuntimeError, MemoryError):
-    print("bounded")
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory")
-def test_boxes_of_a_file_that_does_not_fit_into_memory(tmp_path):
-    """With 32 MiB, rows and a column of 1 GiB; the whole tensor does not fit, so that the limit holds."""
-    rows, columns = 1 << 12, 1 << 16
-    end = rows * columns * 4
-    header(tmp_path, {"w": entry(shape=(rows, columns), offsets=(0, end))})
-    with open(tmp_path / "model.safetensors", "r+b") as file:  # a hole of zeros, then one number
-        size = file.seek(0, 2)
-        file.truncate(size + end)
-        file.seek(size + end - 4)
-        file.write(torch.tensor([7.0]).numpy().tobytes())
-    root = Path(__file__).parent.parent.parent
-    command = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.stdout == "bounded\n", done.stderr
-
-
-def test_a_source_of_any_kind_is_asked_by_box():
-    """What a reader gives to NamedTensors is asked for the box alone."""
+def test_a_reader_is_asked_for_the_box_alone():
     asked = []
     tensors = {"w": tensors_by_name.TensorInfo((4, 2), torch.float32)}
     NamedTensors(Path("x"), tensors, asked.append).read("w", (slice(1, 3), slice(None)))

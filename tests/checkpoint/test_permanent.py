@@ -26,17 +26,14 @@ def save(root, step: int, mark: str = "", **more):
 
 
 @pytest.mark.slow(every=2)
-@pytest.mark.parametrize(
-    "keys, permanent",
-    [
-        ({"keep_every": 5}, [5, 10, 15, 20]),
-        ({"keep_at": "log2"}, [1, 2, 4, 8, 16]),
-        ({"keep_at": "3, 7,19"}, [3, 7, 19]),
-        ({"keep_every": 9, "keep_at": "log2"}, [1, 2, 4, 8, 9, 16, 18]),
-        ({}, []),
-    ],
-)
-def test_which_steps(tmp_path, keys, permanent):
+@pytest.mark.parametrize("keys, permanent", [
+    ({"keep_every": 5}, [5, 10, 15, 20]),
+    ({"keep_at": "log2"}, [1, 2, 4, 8, 16]),
+    ({"keep_at": "3, 7,19"}, [3, 7, 19]),
+    ({"keep_every": 9, "keep_at": "log2"}, [1, 2, 4, 8, 9, 16, 18]),
+    ({}, []),
+])
+def test_the_rotation_keeps_permanent_steps_and_the_newest(tmp_path, keys, permanent):
     checkpoint = CheckpointConfig(**keys)
     assert [step for step in range(21) if is_permanent_step(checkpoint, step)] == permanent
     for step in range(1, 21):
@@ -45,7 +42,7 @@ def test_which_steps(tmp_path, keys, permanent):
     assert store.verify(tmp_path / "step_00000020").step == 20
 
 
-def test_one_by_hand_and_its_release(tmp_path):
+def test_a_mark_by_hand_keeps_a_checkpoint_until_it_is_removed(tmp_path):
     for step in range(1, 7):
         save(tmp_path, step)
         if step == 2:
@@ -56,8 +53,8 @@ def test_one_by_hand_and_its_release(tmp_path):
     assert steps(tmp_path) == [6, 7]
 
 
-def test_by_the_minutes(tmp_path):
-    """The clock is that of the newest permanent checkpoint: a new start of the run does not begin anew."""
+def test_keep_minutes_counts_from_the_newest_permanent_checkpoint(tmp_path):
+    """So that another start of the run does not reset the clock."""
     checkpoint = CheckpointConfig(keep_minutes=10)
     assert state.permanent_mark(checkpoint, tmp_path, 1)
     (save(tmp_path, 1, state.BY_TIME), save(tmp_path, 2), save(tmp_path, 3), save(tmp_path, 4))
@@ -68,7 +65,7 @@ def test_by_the_minutes(tmp_path):
 
 
 @pytest.mark.parametrize("point", store.FAULT_POINTS)
-def test_a_kill_at_any_point_leaves_it_marked(tmp_path, point):
+def test_a_kill_at_any_point_leaves_a_permanent_checkpoint_marked(tmp_path, point):
     class Killed(BaseException):
         pass
 
@@ -133,7 +130,7 @@ def test_a_save_without_room_leaves_no_mark(tmp_path, monkeypatch):
     assert marks(tmp_path) == []
 
 
-def test_what_is_refused():
+def test_a_keep_at_without_steps_is_refused():
     for text in ("log", "1,x", "0", ""):
         cfg = replace(defaults(), checkpoint=CheckpointConfig(keep_at=text))
         broken = [rule.message for rule in checkpoint_rules(cfg, 1) if not rule.holds]

@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint.disk import tensors_by_name
 from checkpoint.disk.tensors_by_name import open_safetensors_folder
 from checkpoint.hf import quantized
 from checkpoint.hf.quantized import dequantized
@@ -72,8 +71,8 @@ def check(source, name, want):
 
 @pytest.mark.parametrize("piece", [1 << 20, 100], ids=str)
 @pytest.mark.parametrize("shape", [(256, 40), (40, 384), (130, 140), (5, 7)], ids=str)
-def test_blocks_of_deepseek(tmp_path, monkeypatch, shape, piece):
-    """Of a matrix whose last blocks are cut, too; element by element."""
+def test_blocks_of_deepseek_are_scaled_element_by_element(tmp_path, monkeypatch, shape, piece):
+    """Where the last blocks are cut, too."""
     monkeypatch.setattr(quantized, "PIECE", piece)
     weight, scale = fp8(shape), scales([math.ceil(n / 128) for n in shape])
     tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": torch.ones(3).bfloat16()}
@@ -86,7 +85,7 @@ def test_blocks_of_deepseek(tmp_path, monkeypatch, shape, piece):
     check(source, "norm.weight", tensors["norm.weight"])
 
 
-def test_blocks_as_transformers_dequantizes_them(tmp_path):
+def test_blocks_are_dequantized_as_in_transformers(tmp_path):
     integration = pytest.importorskip("transformers.integrations.finegrained_fp8")
     weight, scale = fp8((256, 384)), scales((2, 3))
     theirs = integration.Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
@@ -94,7 +93,7 @@ def test_blocks_as_transformers_dequantizes_them(tmp_path):
     assert torch.equal(source.read("a.weight"), theirs)
 
 
-def test_blocks_of_experts_and_powers_of_two(tmp_path):
+def test_blocks_of_experts_are_scaled_by_powers_of_two(tmp_path):
     """[experts, rows, columns], and scales in E8M0."""
     weight = fp8((3, 200, 130))
     scale = torch.randint(100, 140, (3, 2, 2), dtype=torch.uint8).view(torch.float8_e8m0fnu)
@@ -112,19 +111,16 @@ def groups(*weights, **more):
     return {**COMPRESSED, "config_groups": made, **more}
 
 
-@pytest.mark.parametrize(
-    "quantization, shape",
-    [
-        (groups({}), (1,)),
-        (groups({}), ()),
-        (groups({"strategy": "channel"}), (6, 1)),
-        (groups({}, {"strategy": "channel"}), (6,)),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, (6, 1)),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, (1,)),
-    ],
-)
+@pytest.mark.parametrize("quantization, shape", [
+    (groups({}), (1,)),
+    (groups({}), ()),
+    (groups({"strategy": "channel"}), (6, 1)),
+    (groups({}, {"strategy": "channel"}), (6,)),
+    ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, (6, 1)),
+    ({"quant_method": "fp8", "activation_scheme": "static"}, (1,)),
+])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_scales_of_a_tensor_or_a_row(tmp_path, quantization, shape, dtype):
+def test_a_scale_is_of_a_tensor_or_a_row(tmp_path, quantization, shape, dtype):
     weight, scale = fp8((6, 10)), scales(shape).to(dtype)
     more = {"a.input_scale": torch.ones(1), "a.bias": torch.ones(6)}
     source = opened(tmp_path, {"a.weight": weight, "a.weight_scale": scale, **more}, quantization)
@@ -136,7 +132,7 @@ def test_scales_of_a_tensor_or_a_row(tmp_path, quantization, shape, dtype):
     check(source, "a.weight", want)
 
 
-def test_blocks_of_compressed_tensors(tmp_path):
+def test_blocks_of_compressed_tensors_are_scaled(tmp_path):
     quantization = groups({"strategy": "block", "block_structure": [4, 8]}, {"strategy": "channel"})
     tensors = {"a.weight": fp8((6, 10)), "a.weight_scale": scales((2, 2)),
                "b.weight": fp8((6, 10), 1), "b.weight_scale": scales((6, 1), 1)}
@@ -146,7 +142,7 @@ def test_blocks_of_compressed_tensors(tmp_path):
     check(source, "b.weight", tensors["b.weight"].float() * tensors["b.weight_scale"])
 
 
-def test_llama4s_rows_of_experts(tmp_path):
+def test_rows_of_llama4s_experts_are_scaled(tmp_path):
     """[experts, in, out] with a scale for each output: the dim of 1 is in the middle."""
     weight, scale = fp8((3, 4, 6)), scales((3, 1, 6))
     quantization = {"quant_method": "fbgemm_fp8"}
@@ -154,17 +150,12 @@ def test_llama4s_rows_of_experts(tmp_path):
     check(source, "gate_up_proj", weight.float() * scale)
 
 
-def test_only_the_blocks_of_the_box_are_read(tmp_path, monkeypatch):
+def test_only_the_blocks_of_the_box_are_read(tmp_path, read_sizes):
     weight, scale = fp8((2048, 2048)), scales((16, 16))
     source = opened(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scale}, DEEPSEEK)
-    sizes = []
-    read_into = tensors_by_name.read_into
-    monkeypatch.setattr(
-        tensors_by_name, "read_into", lambda fd, at, to: sizes.append(len(to)) or read_into(fd, at, to)
-    )
     box = (slice(1024, 1152), slice(0, 2048))
     assert torch.equal(source.read("a.weight", box), weight[box].float() * scale[8].repeat_interleave(128))
-    assert sum(sizes) == 128 * 2048 + 16 * 4
+    assert sum(read_sizes) == 128 * 2048 + 16 * 4
 
 
 # ---- MXFP4 -------------------------------------------------------------------------------------------------
@@ -189,7 +180,7 @@ def e2m1(code):
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 50], ids=str)
-def test_mxfp4_by_its_bits(tmp_path, monkeypatch, piece):
+def test_mxfp4_is_read_by_its_bits(tmp_path, monkeypatch, piece):
     monkeypatch.setattr(quantized, "PIECE", piece)
     blocks, exponents = experts(0, 252)
     name = "model.layers.0.mlp.experts.gate_up_proj"
@@ -205,14 +196,14 @@ def test_mxfp4_by_its_bits(tmp_path, monkeypatch, piece):
     check(source, name, want.bfloat16())
 
 
-def test_mxfp4_as_transformers_converts_it(tmp_path):
+def test_mxfp4_is_converted_as_in_transformers(tmp_path):
     integration = pytest.importorskip("transformers.integrations.mxfp4")
     blocks, exponents = experts(100, 140, (2, 7, 3))
     source = opened(tmp_path, {"w_blocks": blocks, "w_scales": exponents}, MXFP4)
     assert torch.equal(source.read("w"), integration.convert_moe_packed_tensors(blocks, exponents))
 
 
-def test_a_scale_of_nan(tmp_path):
+def test_a_scale_of_nan_makes_nan(tmp_path):
     blocks, exponents = experts(255, 256)
     assert opened(tmp_path, {"w_blocks": blocks, "w_scales": exponents}, MXFP4).read("w").isnan().all()
 
@@ -220,59 +211,50 @@ def test_a_scale_of_nan(tmp_path):
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "quantization, words",
-    [
-        ({"quant_method": "gptq"}, "quant_method: 'gptq' is not read; these are: fp8, fbgemm_fp8, "),
-        ({"quant_method": ["fp8"]}, "quant_method: ['fp8'] is not read"),
-        ({}, "quant_method: None is not read"),
-        ({**DEEPSEEK, "weight_block_size": 128}, "weight_block_size: [rows, columns] expected, got 128"),
-        ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size: [rows, columns] expected"),
-        (COMPRESSED, "config_groups: groups with weights expected"),
-        ({**COMPRESSED, "config_groups": {"g": 5}}, "config_groups: groups with weights expected, got g: 5"),
-        (groups({"type": "int", "num_bits": 4}, format="pack-quantized"),
-         "config_groups.group_0: format 'pack-quantized', 4 bits of 'int'; only 8 bits of float"),
-        (groups({}, {"num_bits": 4}), "config_groups.group_1: format 'float-quantized', 4 bits of 'float'"),
-        (groups({}, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format 'sparse-24"),
-        (groups({"block_structure": [1, 8]}, {"block_structure": [4, 8]}), "blocks of several shapes"),
-        (groups({"block_structure": "4x8"}), "block_structure: [rows, columns] expected, got '4x8'"),
-    ],
-)
-def test_methods_that_are_not_read(tmp_path, quantization, words):
+@pytest.mark.parametrize("quantization, words", [
+    ({"quant_method": "gptq"}, "quant_method: 'gptq' is not read; these are: fp8, fbgemm_fp8, "),
+    ({"quant_method": ["fp8"]}, "quant_method: ['fp8'] is not read"),
+    ({}, "quant_method: None is not read"),
+    ({**DEEPSEEK, "weight_block_size": 128}, "weight_block_size: [rows, columns] expected, got 128"),
+    ({**DEEPSEEK, "weight_block_size": [0, 128]}, "weight_block_size: [rows, columns] expected"),
+    (COMPRESSED, "config_groups: groups with weights expected"),
+    ({**COMPRESSED, "config_groups": {"g": 5}}, "config_groups: groups with weights expected, got g: 5"),
+    (groups({"type": "int", "num_bits": 4}, format="pack-quantized"),
+     "config_groups.group_0: format 'pack-quantized', 4 bits of 'int'; only 8-bit floats"),
+    (groups({}, {"num_bits": 4}), "config_groups.group_1: format 'float-quantized', 4 bits of 'float'"),
+    (groups({}, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format 'sparse-24"),
+    (groups({"block_structure": [1, 8]}, {"block_structure": [4, 8]}), "blocks of several shapes"),
+    (groups({"block_structure": "4x8"}), "block_structure: [rows, columns] expected, got '4x8'"),
+])
+def test_methods_that_are_not_read_are_refused(tmp_path, quantization, words):
     line = refusal(lambda: opened(tmp_path, {"w": torch.ones(2)}, quantization))
     assert line.startswith(f"{tmp_path}/config.json: quantization_config.") and words in line, line
 
 
-@pytest.mark.parametrize(
-    "tensors, words",
-    [
-        ({"a.weight": fp8((4, 4))}, "a.weight is fp8 with 0 scales; a.weight_scale_inv or a.weight_scale"),
-        ({"a.weight": fp8((4, 4)), "a.weight_scale": scales(1), "a.weight_scale_inv": scales(1)},
-         "a.weight is fp8 with 2 scales"),
-        ({"a.weight": fp8((256, 4)), "a.weight_scale_inv": scales((3, 1))},
-         "a.weight_scale_inv has shape [3, 1], which does not fit a.weight of shape [256, 4] (blocks of "),
-        ({"a.weight": fp8((256, 4)), "a.weight_scale_inv": scales((2, 1, 1, 1))}, "which does not fit"),
-        ({"a.weight": fp8((4, 4)), "a.weight_scale_inv": torch.ones(1, dtype=torch.int32)},
-         "a.weight_scale_inv is torch.int32, and a scale must be a float"),
-    ],
-)
-def test_scales_that_do_not_fit(tmp_path, tensors, words):
+@pytest.mark.parametrize("tensors, words", [
+    ({"a.weight": fp8((4, 4))}, "a.weight is fp8 with 0 scales; a.weight_scale_inv or a.weight_scale"),
+    ({"a.weight": fp8((4, 4)), "a.weight_scale": scales(1), "a.weight_scale_inv": scales(1)},
+     "a.weight is fp8 with 2 scales"),
+    ({"a.weight": fp8((256, 4)), "a.weight_scale_inv": scales((3, 1))},
+     "a.weight_scale_inv has shape [3, 1], which does not fit a.weight of shape [256, 4] (blocks of "),
+    ({"a.weight": fp8((256, 4)), "a.weight_scale_inv": scales((2, 1, 1, 1))}, "which does not fit"),
+    ({"a.weight": fp8((4, 4)), "a.weight_scale_inv": torch.ones(1, dtype=torch.int32)},
+     "a.weight_scale_inv is torch.int32, and a scale must be a float"),
+])
+def test_scales_that_do_not_fit_are_refused(tmp_path, tensors, words):
     line = refusal(lambda: opened(tmp_path, tensors, DEEPSEEK))
     assert line.startswith(f"{tmp_path}: ") and words in line, line
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda t: t.pop("w_scales"), "w_blocks has no w_scales"),
-        (lambda t: t.update(w=torch.ones(1)), "w stands there plain and quantized"),
-        (lambda t: t.update(w_scales=t["w_scales"][:, :4]), "torch.uint8 of [3, 4, 2]; torch.uint8 of ["),
-        (lambda t: t.update(w_scales=t["w_scales"].int()), "w_scales torch.int32 of [3, 5, 2]"),
-        (lambda t: t.update(w_blocks=t["w_blocks"][..., :8]), "w_blocks is torch.uint8 of [3, 5, 2, 8]"),
-        (lambda t: t.update(w_blocks=t["w_blocks"][0]), "w_blocks is torch.uint8 of [5, 2, 16]"),
-    ],
-)
-def test_blocks_of_mxfp4_that_do_not_fit(tmp_path, change, words):
+@pytest.mark.parametrize("change, words", [
+    (lambda t: t.pop("w_scales"), "w_blocks has no w_scales"),
+    (lambda t: t.update(w=torch.ones(1)), "w is stored both plain and quantized"),
+    (lambda t: t.update(w_scales=t["w_scales"][:, :4]), "torch.uint8 of [3, 4, 2]; torch.uint8 of ["),
+    (lambda t: t.update(w_scales=t["w_scales"].int()), "w_scales torch.int32 of [3, 5, 2]"),
+    (lambda t: t.update(w_blocks=t["w_blocks"][..., :8]), "w_blocks is torch.uint8 of [3, 5, 2, 8]"),
+    (lambda t: t.update(w_blocks=t["w_blocks"][0]), "w_blocks is torch.uint8 of [5, 2, 16]"),
+])
+def test_blocks_of_mxfp4_that_do_not_fit_are_refused(tmp_path, change, words):
     tensors = dict(zip(("w_blocks", "w_scales"), experts(1, 200)))
     change(tensors)
     line = refusal(lambda: opened(tmp_path, tensors, MXFP4))
@@ -300,7 +282,8 @@ from checkpoint.disk.tensors_by_name import open_safetensors_folder
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 mxfp4 = dequantized(open_safetensors_folder(folder / "mxfp4"), {"quant_method": "mxfp4"}, folder)
-sources = {"w": open_torch_file(folder / "w.pt"), "d": open_dcp(folder), "q": mxfp4}
+plain = open_safetensors_folder(folder / "plain")
+sources = {"s": plain, "w": open_torch_file(folder / "w.pt"), "d": open_dcp(folder), "q": mxfp4}
 held = next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1]
 resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(held) + (48 << 20),) * 2)
 for name, source in sources.items():
@@ -315,9 +298,8 @@ for name, source in sources.items():
         print(name)
 """
 SIZE = 1 << 28  # bytes
-
-
 SHAPE = (1 << 13, 1 << 14)  # of SIZE bytes of bf16
+LAST = bits(torch.tensor([3.0]).bfloat16()).numpy().tobytes()  # the last number of each file
 
 
 def large_torch_file(path, before=b"", after=b""):
@@ -335,37 +317,40 @@ def large_torch_file(path, before=b"", after=b""):
         info.header_offset, info.CRC = file.fp.tell(), 0
         file.fp.write(info.FileHeader(zip64=True))
         file.fp.seek(SIZE - 2, 1)
-        file.fp.write(bits(torch.tensor([3.0]).bfloat16()).numpy().tobytes())
+        file.fp.write(LAST)
         file.start_dir = file.fp.tell()
         file.filelist.append(info)
     return path.stat().st_size
 
 
-def large_mxfp4(folder):
-    """Blocks of SIZE bytes that are 0, and a last value of 1.5 * 2 ** 1."""
+def large_safetensors(folder, tensors):
+    """A file of zeros, a hole in the disk. tensors: {name: (dtype, shape, bytes, the last of these)}"""
     folder.mkdir()
-    blocks, exponents = (8, 1 << 12, 1 << 9, 16), (8, 1 << 12, 1 << 9)
-    end = math.prod(exponents)
-    table = {
-        "q_scales": {"dtype": "U8", "shape": exponents, "data_offsets": (0, end)},
-        "q_blocks": {"dtype": "U8", "shape": blocks, "data_offsets": (end, end + SIZE)},
-    }
+    table, ends, end = {}, {}, 0
+    for name, (dtype, shape, size, last) in tensors.items():
+        table[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+        ends[end] = last
     text = json.dumps(table).encode()
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         start = file.tell()
-        file.truncate(start + end + SIZE)
-        file.seek(start + end - 1)
-        file.write(bytes([128]))
-        file.seek(start + end + SIZE - 1)
-        file.write(bytes([0b0011_0000]))
+        file.truncate(start + end)
+        for place, last in ends.items():
+            file.seek(start + place - len(last))
+            file.write(last)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory")
-def test_boxes_of_files_that_do_not_fit_into_memory(tmp_path):
+def test_boxes_are_read_of_files_that_do_not_fit_into_memory(tmp_path):
     """With 48 MiB, boxes of 256 MiB along each dim; the whole does not fit, so that the limit holds."""
     large_torch_file(tmp_path / "w.pt", b"}" + text("w"), b"s")
-    large_mxfp4(tmp_path / "mxfp4")
+    large_safetensors(tmp_path / "plain", {"s": ("BF16", SHAPE, SIZE, LAST)})
+    exponents = (8, 1 << 12, 1 << 9)
+    large_safetensors(tmp_path / "mxfp4", {  # a last value of 1.5 * 2 ** 1
+        "q_scales": ("U8", exponents, math.prod(exponents), bytes([128])),
+        "q_blocks": ("U8", (*exponents, 16), SIZE, bytes([0b0011_0000])),
+    })
     size = large_torch_file(tmp_path / "d.distcp")
     start = torch.Size([0, 0])
     chunks = [ChunkStorageMetadata(start, torch.Size(SHAPE))]
@@ -376,4 +361,4 @@ def test_boxes_of_files_that_do_not_fit_into_memory(tmp_path):
     root = Path(__file__).parent.parent.parent
     command = [sys.executable, "-c", LIMITED, str(tmp_path)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.stdout.split() == ["w", "d", "q"], done.stderr
+    assert done.stdout.split() == ["s", "w", "d", "q"], done.stderr

@@ -1,4 +1,4 @@
-"""checkpoint/state.py: what is said of a run that goes on from a checkpoint of other settings or data."""
+"""checkpoint/state.py: what is said of a run that resumes from a checkpoint of other settings or data."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from checkpoint.origin import UNKNOWN
 from checkpoint.state import check_same_run
 from config import ConfigError
 from config.pattern import BlockVariant
-from config.reading import defaults, phases_of
+from config.reading import defaults, get_phases
 from config.tree import plain_data, with_values
 from model.rope import YarnScaling
 
@@ -25,8 +25,8 @@ def config_with(**settings):
 
 
 def compared(old=(), new=(), *, in_memory=False, **meta):
-    """The warnings of a run with settings `new` that goes on from a checkpoint with settings `old`."""
-    phases = phases_of(config_with(**dict(new)))
+    """The warnings of a run with settings `new` that resumes from a checkpoint with settings `old`."""
+    phases = get_phases(config_with(**dict(new)))
     tokenizer = SimpleNamespace(fingerprint=TOKENIZER)
     data = SimpleNamespace(tokenizer=tokenizer, fingerprint=DATA, has_start=False)
     run = SimpleNamespace(cfg=phases.whole, phases=phases, phase=phases.all[0], steps=9, data=data)
@@ -43,20 +43,21 @@ def refused(*settings, **more):
 
 @pytest.mark.parametrize("old, new, warnings", [
     ({}, {}, []),
-    ({}, {"optim__lr": 0.5}, [f"resumed with another optim.lr ({defaults().optim.lr} -> 0.5)"]),
-    ({"data__valid": "a"}, {"data__valid": "b"}, ["resumed with another data.valid (a -> b)"]),
+    ({}, {"optim__lr": 0.5}, [f"resumed with a different optim.lr ({defaults().optim.lr} -> 0.5)"]),
+    ({"data__valid": "a"}, {"data__valid": "b"}, ["resumed with a different data.valid (a -> b)"]),
 ])
 def test_what_may_change_is_a_warning(old, new, warnings):
     assert compared(old, new) == warnings
 
 
 def test_another_torch_is_a_warning():
-    assert compared(torch="1.0") == [f"resumed with another torch 1.0 -> {torch.__version__}"]
+    assert compared(torch="1.0") == [f"resumed with a different torch 1.0 -> {torch.__version__}"]
 
 
 @pytest.mark.parametrize("key, old, new", [
     ("train__seed", 1, 2), ("train__global_batch", 8, 16), ("data__split", "9,1", "8,2"),
-    ("data__valid", None, "a"), ("data__valid", "a", None),
+    ("data__valid", None, "a"), ("data__valid", "a", None), ("data__pack", "stream", "best_fit"),
+    ("data__fim_rate", 0.0, 0.5),
 ])
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_what_decides_the_samples_is_refused(key, old, new, in_memory):
@@ -71,7 +72,7 @@ def with_kinds(pattern, **windows):
     return {"model__layers": 4, "model__blocks": blocks, "model__pattern": pattern}
 
 
-def test_other_names_of_the_same_layers_are_no_other_model():
+def test_other_names_of_the_same_layers_are_the_same_model():
     old = with_kinds("local, 2 block, local", local=8)
     assert compared(old, with_kinds("near, 2 block, near", near=8, unused=3)) == []
     assert compared(old, with_kinds("(local, block, block)...", local=8)) == []
@@ -99,8 +100,7 @@ def test_a_scaling_that_is_gone_is_another_model():
     assert "model.mixer.rope.scaling: " in refused({}, old)
 
 
-def test_a_checkpoint_of_before_is_the_same_run():
-    """Its keys were flat."""
+def test_a_checkpoint_with_flat_keys_is_the_same_run():
     model = {"heads": 4, "ffn": 352, "rope_theta": 10000.0, "positions": "rope"}
     model |= {"kv_heads": None, "head_dim": None, "window": None, "attention": "auto", "bias": False}
     model |= {"qkv_bias": False, "qk_norm": False, "rope_factor": None, "activation": "swiglu"}
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_before_is_the_same_run():
     assert "model.mixer.heads: " in refused({}, {"model__layers": 2, "model__mixer__heads": 8}, config=tree)
 
 
-def test_another_batch_may_go_on_in_a_branch():
+def test_another_batch_is_refused_with_the_branch_that_may_have_it():
     told = refused({"train__global_batch": 8}, {"train__global_batch": 16})
     assert "--checkpoint.branch runs/one@3 --train.global_batch 16; or start" in told
     assert "branch" not in refused({"train__global_batch": 8}, {"train__global_batch": 16}, in_memory=True)

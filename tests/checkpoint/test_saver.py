@@ -18,12 +18,12 @@ from config import ConfigError
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-def test_saver_writes_the_state_of_the_call(tmp_path, threaded):
+def test_the_saver_writes_the_state_at_the_call(tmp_path, threaded):
     saver, t = CheckpointSaver(threaded), torch.zeros(1000)
     for step in range(1, 5):
         t.fill_(step)
         saver.save(tmp_path, step, whole({"w": t}), {}, keep=9)
-        t.fill_(-1)  # training goes on
+        t.fill_(-1)  # training continues
     path = saver.wait()
     assert path == tmp_path / "step_00000004" and saver.wait() == path
     for step, path in store.committed_checkpoints(tmp_path):
@@ -61,15 +61,15 @@ def test_copies_from_a_gpu_are_started_together_into_memory_that_is_kept(tmp_pat
         saver.save(tmp_path, step, whole(weights), {}, keep=9)
         kept.append([x.data_ptr() for x in saver.host_memory.buffers])
         for x in weights.values():
-            x.fill_(-1)  # training goes on
+            x.fill_(-1)  # training continues
         found = loaded(saver.wait_saved(), weights)
         assert all((x == step).all() for x in found.values())
     assert kept[0] == kept[1]
     assert kept[1][0] == kept[2][0] and kept[1][1] != kept[2][1]
 
 
-def test_copies_that_nothing_waits_for_are_made_at_once(tmp_path, monkeypatch):
-    """From the host, and from an Apple GPU."""
+def test_copies_from_the_host_are_made_at_once_into_memory_that_is_kept(tmp_path, monkeypatch):
+    """From an Apple GPU, too."""
     waits = []
     copy = torch.Tensor.copy_
 
@@ -78,20 +78,16 @@ def test_copies_that_nothing_waits_for_are_made_at_once(tmp_path, monkeypatch):
         return copy(target, source)
 
     monkeypatch.setattr(torch.Tensor, "copy_", seen)
-    saver = CheckpointSaver(in_background=True)
-    saver.save(tmp_path, 1, whole({"w": torch.ones(9), "m": torch.ones(3)}), {}, keep=9)
-    saver.wait_saved()
-    assert len(waits) >= 2 and all(waits)
-
-
-def test_memory_for_copies_is_kept_from_one_save_to_the_next(tmp_path):
     saver, weights = CheckpointSaver(in_background=True), {"w": torch.ones(3, 5).t(), "m": torch.ones(4)}
     kept = []
     for step in (1, 2):
         weights["w"].fill_(step)
         saver.save(tmp_path, step, whole(weights), {}, keep=9)
         kept.append([x.data_ptr() for x in saver.host_memory.buffers])
-        assert (loaded(saver.wait_saved(), weights)["w"] == step).all()
+        path = saver.wait_saved()
+        assert len(waits) >= 2 and all(waits)
+        assert (loaded(path, weights)["w"] == step).all()
+        waits.clear()
     assert kept[0] == kept[1]
 
 
@@ -102,7 +98,7 @@ def test_beside_training_half_of_the_threads_write(monkeypatch):
         assert saver_module.writer_threads(in_background=False) == alone
 
 
-def test_saver_raises_the_writers_error_at_the_next_call_once(tmp_path):
+def test_the_saver_raises_the_writers_error_once_at_the_next_call(tmp_path):
     def at(point):
         raise OSError(28, "No space left on device")
 
@@ -111,13 +107,11 @@ def test_saver_raises_the_writers_error_at_the_next_call_once(tmp_path):
     with pytest.raises(store.StorageError, match="ENOSPC"):
         saver.save(tmp_path, 2, pieces, {}, keep=2)
     saver.save(tmp_path, 3, pieces, {}, keep=2)
-    assert (
-        saver.wait() == tmp_path / "step_00000003"
-        and store.newest_checkpoint(tmp_path) == tmp_path / "step_00000003"
-    )
+    assert saver.wait() == tmp_path / "step_00000003"
+    assert store.newest_checkpoint(tmp_path) == tmp_path / "step_00000003"
 
 
-def test_saver_has_one_in_flight(tmp_path):
+def test_the_saver_has_one_save_in_flight(tmp_path):
     writing, peak = [], []
 
     def at(point):
@@ -161,7 +155,7 @@ def test_the_run_lock_names_its_holder_and_dies_with_it(tmp_path):
 @pytest.mark.parametrize(
     "name, why", [("file/run", "Not a directory"), ("x" * 300, "File name too long")], ids=["file", "long"]
 )
-def test_a_place_where_nothing_can_be_written_is_the_user_s(tmp_path, name, why):
+def test_a_place_that_cannot_be_written_is_refused_by_its_key(tmp_path, name, why):
     (tmp_path / "file").touch()
     told = rf"^log.dir: a run cannot write to .*{name} \({why}\); give another log.dir or log.name$"
     with pytest.raises(ConfigError, match=told), store.run_lock(tmp_path / name):
@@ -169,7 +163,7 @@ def test_a_place_where_nothing_can_be_written_is_the_user_s(tmp_path, name, why)
 
 
 @pytest.mark.parametrize("number, kind", [(errno.EACCES, ConfigError), (errno.EIO, store.StorageError)])
-def test_a_folder_that_is_forbidden_and_one_whose_disk_fails(tmp_path, monkeypatch, number, kind):
+def test_a_forbidden_folder_is_the_users_mistake_a_failing_disk_is_not(tmp_path, monkeypatch, number, kind):
     def fail(path, **_):  # whoever runs the tests may be root, who may write anywhere
         raise OSError(number, os.strerror(number), str(path))
 

@@ -53,7 +53,7 @@ def test_patience_has_an_end_and_names_who_is_late():
     out = run([after(0.0, "a"), after(3.0, "b"), after(0.0, "c")], 0.3)
     assert all(isinstance(e, PeerError) and e.exit_code == 76 for e in out)
     assert {str(e) for e in out} == {
-        "rank 1 not done with reading or writing after 0.3 s (checkpoint.timeout_s)"
+        "rank 1 did not finish reading or writing within 0.3 s (checkpoint.timeout_s)"
     }
 
 

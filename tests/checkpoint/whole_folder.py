@@ -34,7 +34,7 @@ def read_weights(
 ) -> None:
     """Fills `pieces`: whole tensors under our keys. found: what stored_tensors returned.
 
-    Raises ConfigError listing every tensor that is missing, that is no weight of this model, or that has
+    Raises ConfigError listing every tensor that is missing, that is not a weight of this model, or that has
     another shape or dtype, before any is read; and ConfigError if a tensor that is stored twice has two
     values.
     """

@@ -13,7 +13,7 @@ from lab.proof.verify.cells import words
 from lab.proof.verify.overrides import CELL_WORDS
 from model.describe import mesh_of_one_stage
 from model.sharding import parallel_dims
-from parallel.topology.dims import FACTORIZATIONS, GROUP_AXES, ParallelDims, least_world
+from parallel.topology.dims import FACTORIZATIONS, GROUP_AXES, ParallelDims, min_world_size
 from plan import auto
 from runtime import metrics
 
@@ -27,7 +27,7 @@ def test_a_row_for_each_degree_of_the_mesh():
 
 
 @pytest.mark.parametrize("axis", AXES, ids=lambda axis: axis.key)
-def test_what_reads_the_table(axis):
+def test_an_axis_is_known_to_all_that_name_a_layout(axis):
     """A degree of 2 beside cp 2: in the mesh, in names of layouts, and in the header of a run."""
     two = {"cp": 2, axis.key: 2}
     keys = {f"parallel.{key}": degree for key, degree in two.items()} | {"parallel.zero": 1}
@@ -45,10 +45,10 @@ def test_what_reads_the_table(axis):
     assert word in auto.layout_text(cfg, WORLD).split()
     assert word in CELL_WORDS[f"parallel.{axis.key}"]
     assert axis.key == "dp_rep" or f"{axis.word} 2 " in metrics.layout_text(cfg, WORLD)
-    assert axis.key == "dp_rep" or word in dims.in_words()
+    assert axis.key == "dp_rep" or word in dims.to_text()
 
 
-def test_degrees_that_do_not_divide():
+def test_degrees_that_do_not_divide_are_refused():
     cfg = with_values(tiny_config("llama3-tiny", WORLD), {"parallel.tp": 3})
     assert rules.validate(cfg, 6).message == "parallel.tp: 3 does not divide model.mixer.heads=8"
     assert rules.validate(cfg, 8).message == (
@@ -67,4 +67,4 @@ def test_a_rank_has_its_place_in_each_group(degrees):
             ranks = dims.group(rank, *axes)
             assert ranks in dims.groups(*axes) and len(ranks) == dims.group_size(*axes)
             assert ranks[dims.place(rank, *axes)] == rank
-    assert ParallelDims(least_world(dims.degrees()), **degrees).dp_shard == 3
+    assert ParallelDims(min_world_size(dims.degrees()), **degrees).dp_shard == 3

@@ -11,7 +11,7 @@ import config
 import train
 from config import Config, ModelConfig, MTPConfig, MupConfig
 from config.pattern import BlockVariant
-from config.reading import defaults, phases_of, resolve, saved_config
+from config.reading import defaults, get_phases, resolve, saved_config
 from config.reading.earlier import ADDED_LATE, NAMES_OF_EXPERTS, NAMES_OF_PARTS, NEW_NAMES, current_tree
 from config.tree import plain_data, with_values
 from model.attention import AttentionConfig, ChannelGate, HeadGate
@@ -38,117 +38,70 @@ GPT2 = {
     "router_bias_rate": 0.001, "jitter": 0.0, "aux_loss": 0.0, "aux_kind": "sequence", "z_loss": 0.0,
     "capacity": None, "drop": "probability", "pad": False,
 }  # fmt: skip
-LLAMA3 = {
+LLAMA3 = GPT2 | {
     "preset": "llama3.1-8b", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128,
-    "ffn": 14336, "vocab": 128256, "vocab_multiple": 128, "context": 131072, "norm": "rmsnorm",
-    "norm_eps": 1e-5, "activation": "swiglu", "positions": "rope", "rope_theta": 500000.0, "rope_factor": 8.0,
-    "rope_kind": "llama3", "rope_low_freq": 1.0, "rope_high_freq": 4.0, "rope_original": 4096,
-    "rope_mscale": 1.0, "rope_mscale_all": 0.0, "rope_pairs": False, "tied": False, "bias": False,
-    "qkv_bias": True, "qk_norm": True, "qk_norm_whole": True, "kv_rank": None, "q_rank": None,
-    "nope_dim": 128, "rope_dim": 64, "v_dim": 128, "mtp": 0, "mtp_weight": 0.3, "window": 4096,
-    "dropout": 0.0, "init_std": 0.02, "mup_base": None, "mup_head_dim": None, "attention": "auto",
-    "experts": None, "top_k": 2, "moe_ffn": None, "shared_experts": 0, "shared_gate": False, "first_dense": 0,
-    "moe_every": 1, "router": "softmax", "router_renorm": True, "router_groups": 1, "router_group_top_k": 1,
-    "router_scale": 1.0, "router_bias": False, "router_bias_rate": 0.001, "jitter": 0.0, "aux_loss": 0.0,
-    "aux_kind": "sequence", "z_loss": 0.0, "capacity": None, "drop": "probability", "pad": False,
+    "ffn": 14336, "vocab": 128256, "context": 131072, "norm": "rmsnorm", "activation": "swiglu",
+    "positions": "rope", "rope_theta": 500000.0, "rope_factor": 8.0, "rope_original": 4096, "tied": False,
+    "bias": False, "qkv_bias": True, "qk_norm": True, "qk_norm_whole": True, "window": 4096, "dropout": 0.0,
+    "mup_base": None, "mup_head_dim": None, "attention": "auto",
 }  # fmt: skip
-DEEPSEEK = {
-    "preset": "deepseek-v3", "layers": 61, "hidden": 7168, "heads": 128, "kv_heads": None, "head_dim": None,
-    "ffn": 18432, "vocab": 129280, "vocab_multiple": 64, "context": 163840, "norm": "rmsnorm",
-    "norm_eps": 1e-6, "activation": "swiglu", "positions": "rope", "rope_theta": 10000.0, "rope_factor": 40.0,
-    "rope_kind": "yarn", "rope_low_freq": 1.0, "rope_high_freq": 32.0, "rope_original": 4096,
-    "rope_mscale": 0.9, "rope_mscale_all": 1.0, "rope_pairs": True, "tied": False, "bias": False,
-    "qkv_bias": False, "qk_norm": False, "qk_norm_whole": False, "kv_rank": 512, "q_rank": 1536,
-    "nope_dim": 96, "rope_dim": 48, "v_dim": 80, "mtp": 2, "mtp_weight": 0.1, "window": None, "dropout": 0.0,
-    "init_std": 0.006, "mup_base": None, "mup_head_dim": None, "attention": "reference", "experts": 256,
-    "top_k": 8, "moe_ffn": 2048, "shared_experts": 1, "shared_gate": False, "first_dense": 3, "moe_every": 1,
-    "router": "sigmoid", "router_renorm": True, "router_groups": 8, "router_group_top_k": 4,
-    "router_scale": 2.5, "router_bias": True, "router_bias_rate": 0.002, "jitter": 0.0, "aux_loss": 0.0001,
-    "aux_kind": "global", "z_loss": 0.0, "capacity": 1.5, "drop": "position", "pad": True,
+DEEPSEEK = GPT2 | {
+    "preset": "deepseek-v3", "layers": 61, "hidden": 7168, "heads": 128, "ffn": 18432, "vocab": 129280,
+    "vocab_multiple": 64, "context": 163840, "norm": "rmsnorm", "norm_eps": 1e-6, "activation": "swiglu",
+    "positions": "rope", "rope_factor": 40.0, "rope_kind": "yarn", "rope_high_freq": 32.0,
+    "rope_original": 4096, "rope_mscale": 0.9, "rope_mscale_all": 1.0, "rope_pairs": True, "tied": False,
+    "bias": False, "kv_rank": 512, "q_rank": 1536, "nope_dim": 96, "rope_dim": 48, "v_dim": 80, "mtp": 2,
+    "mtp_weight": 0.1, "dropout": 0.0, "init_std": 0.006, "mup_base": None, "mup_head_dim": None,
+    "attention": "reference", "experts": 256, "top_k": 8, "moe_ffn": 2048, "shared_experts": 1,
+    "first_dense": 3, "router": "sigmoid", "router_groups": 8, "router_group_top_k": 4, "router_scale": 2.5,
+    "router_bias": True, "router_bias_rate": 0.002, "aux_loss": 0.0001, "aux_kind": "global", "capacity": 1.5,
+    "drop": "position", "pad": True,
 }  # fmt: skip
 TODAY = {  # the same models
     "gpt2": (
         GPT2,
         ModelConfig(
-            preset="gpt2",
-            layers=12,
-            hidden=768,
-            vocab=50257,
-            context=1024,
+            preset="gpt2", layers=12, hidden=768, vocab=50257, context=1024, positions="learned", tied=True,
+            dropout=0.1, norm=LayerNormConfig(), mup=MupConfig(base=256, head_dim=32),
             mixer=AttentionConfig(heads=12, bias="all", rope=None, kernel="sdpa"),
             mlp=MLPConfig(width=3072, activation="gelu", bias=True),
-            norm=LayerNormConfig(),
-            positions="learned",
-            tied=True,
-            dropout=0.1,
-            mup=MupConfig(base=256, head_dim=32),
         ),
     ),
     "llama3": (
         LLAMA3,
         ModelConfig(
-            preset="llama3.1-8b",
-            layers=32,
-            hidden=4096,
-            vocab=128256,
-            context=131072,
+            preset="llama3.1-8b", layers=32, hidden=4096, vocab=128256, context=131072, norm=RMSNormConfig(),
             mixer=AttentionConfig(
-                heads=32,
-                kv_heads=8,
-                head_dim=128,
-                window=4096,
-                bias="qkv",
-                qk_norm="whole",
+                heads=32, kv_heads=8, head_dim=128, window=4096, bias="qkv", qk_norm="whole",
                 rope=RopeConfig(base=500000.0, scaling=Llama3Scaling(factor=8.0, original=4096)),
             ),
             mlp=MLPConfig(width=14336),
-            norm=RMSNormConfig(),
         ),
     ),
     "deepseek-v3": (
         DEEPSEEK,
         ModelConfig(
-            preset="deepseek-v3",
-            layers=61,
-            hidden=7168,
-            vocab=129280,
-            vocab_multiple=64,
-            context=163840,
+            preset="deepseek-v3", layers=61, hidden=7168, vocab=129280, vocab_multiple=64, context=163840,
+            norm=RMSNormConfig(eps=1e-6), mtp=MTPConfig(modules=2, weight=0.1), init_std=0.006,
             mixer=LatentConfig(
-                heads=128,
-                kv_rank=512,
-                q_rank=1536,
-                nope_dim=96,
-                rope_dim=48,
-                v_dim=80,
+                heads=128, kv_rank=512, q_rank=1536, nope_dim=96, rope_dim=48, v_dim=80, kernel="reference",
                 rope=RopeConfig(
                     pairs=True,
                     scaling=YarnScaling(
                         factor=40.0, original=4096, high_freq=32.0, mscale=0.9, mscale_all=1.0
                     ),
                 ),
-                kernel="reference",
             ),
             mlp=ExpertsConfig(
-                experts=256,
-                top_k=8,
-                width=2048,
-                shared=SharedExpertsConfig(experts=1),
+                experts=256, top_k=8, width=2048, shared=SharedExpertsConfig(experts=1),
                 router=RouterConfig(
-                    scores="sigmoid",
-                    groups=8,
-                    group_top_k=4,
-                    scale=2.5,
-                    bias_rate=0.002,
+                    scores="sigmoid", groups=8, group_top_k=4, scale=2.5, bias_rate=0.002,
                     aux=BalanceLossConfig(weight=0.0001, over="global"),
                 ),
                 capacity=CapacityConfig(factor=1.5, drop="position", pad=True),
             ),
             blocks=(BlockVariant("dense", (("mlp", MLPConfig(width=18432)),)),),
             pattern="3 dense, block...",
-            norm=RMSNormConfig(eps=1e-6),
-            mtp=MTPConfig(modules=2, weight=0.1),
-            init_std=0.006,
         ),
     ),
 }
@@ -161,23 +114,10 @@ FLAT = {
     "capacity": None, "drop": "position", "pad": True,
 }  # fmt: skip
 FLAT_TODAY = ExpertsConfig(
-    experts=8,
-    top_k=3,
-    width=24,
-    activation="relu2",
-    shared=SharedExpertsConfig(experts=2, gate=True),
+    experts=8, top_k=3, width=24, activation="relu2", shared=SharedExpertsConfig(experts=2, gate=True),
     router=RouterConfig(
-        scores="sigmoid",
-        renorm=False,
-        groups=4,
-        group_top_k=2,
-        scale=2.5,
-        weighs="input",
-        logit_bias=True,
-        bias_rate=0.01,
-        jitter=0.1,
-        aux=BalanceLossConfig(weight=0.0, over="micro"),
-        z_loss=0.5,
+        scores="sigmoid", renorm=False, groups=4, group_top_k=2, scale=2.5, weighs="input", logit_bias=True,
+        bias_rate=0.01, jitter=0.1, aux=BalanceLossConfig(weight=0.0, over="micro"), z_loss=0.5,
     ),
 )
 PHASES = [
@@ -234,7 +174,7 @@ def test_experts_beside_the_parts_are_the_same_experts():
     assert gates == [ChannelGate(by="softplus")] * 2 + [HeadGate(by="softplus")] * 4
     assert saved_config(plain_data(cfg)) == cfg
 
-    experts = [phase.cfg.model.mlp for phase in phases_of(cfg).all]
+    experts = [phase.cfg.model.mlp for phase in get_phases(cfg).all]
     assert [each.router.aux.weight for each in experts] == [0.0, 0.3, 0.3, 0.3]
     assert [each.router.bias_rate for each in experts] == [0.01, 0.2, 0.2, 0.2]
     full = [CapacityConfig(factor=1.5, drop="position", pad=pad) for pad in (True, False)]
@@ -246,12 +186,12 @@ def test_a_dense_model_with_keys_of_experts_is_dense():
     assert cfg.model.mlp == MLPConfig(width=96, activation="relu2") and mixture(cfg.model) is None
 
 
-def test_experts_as_wide_as_the_mlp():
+def test_experts_without_a_width_are_as_wide_as_the_mlp():
     cfg = saved_config(saved(with_flat_experts(moe_ffn=None, first_dense=0, moe_every=1)))
     assert cfg.model.mlp == replace(FLAT_TODAY, width=96) and cfg.model.pattern is None
 
 
-def test_modules_ahead_of_another_kind_than_the_last_layer():
+def test_mtp_modules_of_another_kind_than_the_last_layer_are_refused():
     old = with_flat_experts(mtp={"modules": 1, "weight": 0.3})
     with pytest.raises(config.ConfigError, match="^model.mtp: its modules have another kind of MLP here"):
         saved_config(saved(old))
@@ -269,26 +209,21 @@ def test_the_file_of_a_run_is_read(tmp_path, name, as_list):
     file.write_text(yaml.safe_dump(tree, sort_keys=False))
     cfg = resolve(None, str(file), ["--model.mixer.heads", "64"])
     assert cfg.model == with_values(today, {"mixer.heads": 64})
-    assert [phase.cfg.model.mixer.kernel for phase in phases_of(cfg).all][1:] == ["reference"] * 2
+    assert [phase.cfg.model.mixer.kernel for phase in get_phases(cfg).all][1:] == ["reference"] * 2
 
 
-def test_what_the_first_configs_did_not_have():
+def test_a_config_without_the_keys_that_came_late_is_the_same_model():
     late = {key: value for key, value in LLAMA3.items() if key not in ADDED_LATE}
     model = saved_config(saved(late)).model
     assert model == with_values(TODAY["llama3"][1], {"mixer.qk_norm": "head"})
 
 
-@pytest.mark.parametrize(
-    "stated, scaling",
-    [
-        ({"model.rope_factor": 4.0}, Llama3Scaling(factor=4.0, original=4096)),
-        (
-            {"model.rope_factor": 4.0, "model.rope_kind": "yarn", "model.rope_mscale": 0.5},
-            YarnScaling(factor=4.0, original=4096, high_freq=4.0, mscale=0.5),
-        ),
-    ],
-)
-def test_a_phase_that_begins_or_ends_a_scaling(stated, scaling):
+@pytest.mark.parametrize("stated, scaling", [
+    ({"model.rope_factor": 4.0}, Llama3Scaling(factor=4.0, original=4096)),
+    ({"model.rope_factor": 4.0, "model.rope_kind": "yarn", "model.rope_mscale": 0.5},
+     YarnScaling(factor=4.0, original=4096, high_freq=4.0, mscale=0.5)),
+])
+def test_a_phase_may_begin_and_end_a_rope_scaling(stated, scaling):
     """Before, its keys were there without it."""
     rows = [
         {"after_steps": 10, **stated, "model.rope_theta": 7.0},
@@ -296,7 +231,7 @@ def test_a_phase_that_begins_or_ends_a_scaling(stated, scaling):
         {"after_steps": 25, "model.rope_factor": None},
     ]
     cfg = saved_config(saved({**LLAMA3, "rope_factor": None}, rows))
-    ropes = [phase.cfg.model.mixer.rope for phase in phases_of(cfg).all]
+    ropes = [phase.cfg.model.mixer.rope for phase in get_phases(cfg).all]
     assert ropes == [
         RopeConfig(base=500000.0),
         RopeConfig(base=7.0, scaling=scaling),
@@ -315,7 +250,7 @@ def test_every_key_that_has_moved_is_in_the_models_above():
 
 
 @pytest.mark.parametrize("key", NEW_NAMES)
-def test_a_key_of_before_is_refused_with_its_new_name(capsys, key):
+def test_an_old_key_is_refused_with_its_new_name(capsys, key):
     values = [before.get(key.removeprefix("model.")) for before in (GPT2, LLAMA3, DEEPSEEK, FLAT)]
     stated = next((value for value in values if value), 1)
     assert fail_cleanly(train.main, ["llama3-tiny", f"--{key}", str(stated)]) == 2
@@ -323,8 +258,8 @@ def test_a_key_of_before_is_refused_with_its_new_name(capsys, key):
     assert told.startswith(f"error: {key}: ") and NEW_NAMES[key] in told and told.count("\n") == 1
 
 
-def test_a_file_with_some_keys_of_before_is_refused(tmp_path):
-    """It is no config that a run has saved."""
+def test_a_file_with_some_old_keys_is_refused(tmp_path):
+    """It is not a config that a run has saved."""
     file = tmp_path / "some.yaml"
     file.write_text("model: {heads: 8, ffn: 512}\n")
     with pytest.raises(config.ConfigError, match="^model.heads: no such key; it is model.mixer.heads now$"):

@@ -106,16 +106,12 @@ def test_every_key_of_the_model_is_tried():
         assert any(is_below(path, (part,)) for path in function.FUNCTION_KEYS), part
 
 
-@pytest.mark.parametrize(
-    "model, same",
-    [
-        ({"mixer.kv_heads": 4}, {}),  # as many as heads
-        ({"mixer.head_dim": 8}, {}),  # hidden / heads
-        ({"mup.base": 32}, {}),  # as wide as the base
-        ({"vocab_multiple": 64}, {}),  # 100 ids take 128 rows either way
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("model, same", [
+    ({"mixer.kv_heads": 4}, {}),  # as many as heads
+    ({"mixer.head_dim": 8}, {}),  # hidden / heads
+    ({"mup.base": 32}, {}),  # as wide as the base
+    ({"vocab_multiple": 64}, {}),  # 100 ids take 128 rows either way
+], ids=str)
 def test_a_value_that_is_written_otherwise_is_the_same_function(seen, model, same):
     before, after = seen(same), look(model)
     assert not after.differs_from(before)

@@ -13,7 +13,7 @@ from config import ConfigError
 from config.reading import recipes
 from config.reading.kinds import every_path
 from config.reading.schedules import plan_pipeline
-from config.tree import has_path, hints_of
+from config.tree import field_types, has_path
 
 VALID = """\
 # a run
@@ -103,7 +103,7 @@ def drawn_settings(draw: random.Random, name: str) -> list[str]:
         paths = [path for path in EVERY_PATH if path.startswith(f"{section}.")]
         path = draw.choice([path for path in paths if has_path(cfg, path)] if draw.random() < 0.9 else paths)
         part, key = EVERY_PATH[path]
-        literals = typing.get_args(hints_of(part)[key])
+        literals = typing.get_args(field_types(part)[key])
         values = [str(value) for value in literals if isinstance(value, (str, int))] or [*NUMBERS]
         pool = draw.choice((values, NUMBERS, WORDS))
         words += [f"--{path}", draw.choice(pool)]

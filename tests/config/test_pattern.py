@@ -28,20 +28,17 @@ def refused(settings):
 # ---- the grammar -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "pattern, layers, kinds",
-    [
-        ("(5 local, full) x 3, local", 19, [*(["local"] * 5 + ["full"]) * 3, "local"]),
-        ("3 dense, block...", 6, ["dense"] * 3 + [PLAIN] * 3),
-        ("dense x 3, block...", 4, ["dense"] * 3 + [PLAIN]),
-        ("(2 local, full)...", 5, ["local", "local", "full", "local", "local"]),
-        ("full, (local x 2, full)...", 6, ["full", "local", "local", "full", "local", "local"]),
-        ("2 ((local, full) x 2)", 8, ["local", "full"] * 4),
-        ("  local...", 2, ["local"] * 2),
-        ("3 dense, block...", 3, ["dense"] * 3),
-        (None, 2, [PLAIN] * 2),
-    ],
-)
+@pytest.mark.parametrize("pattern, layers, kinds", [
+    ("(5 local, full) x 3, local", 19, [*(["local"] * 5 + ["full"]) * 3, "local"]),
+    ("3 dense, block...", 6, ["dense"] * 3 + [PLAIN] * 3),
+    ("dense x 3, block...", 4, ["dense"] * 3 + [PLAIN]),
+    ("(2 local, full)...", 5, ["local", "local", "full", "local", "local"]),
+    ("full, (local x 2, full)...", 6, ["full", "local", "local", "full", "local", "local"]),
+    ("2 ((local, full) x 2)", 8, ["local", "full"] * 4),
+    ("  local...", 2, ["local"] * 2),
+    ("3 dense, block...", 3, ["dense"] * 3),
+    (None, 2, [PLAIN] * 2),
+])
 def test_a_pattern_is_its_layers(pattern, layers, kinds):
     assert list(kinds_of_layers(pattern, NAMES, layers)) == kinds
 
@@ -75,23 +72,20 @@ def test_a_period_is_written_for_any_depth():
     assert pattern_text([PLAIN] * 4) is None
 
 
-@pytest.mark.parametrize(
-    "pattern, said",
-    [
-        ("(5 local, block) x 3", "makes 18 layers, and model.layers is 4; set model.layers 18, or end the"),
-        ("lcal...", "lcal is not a kind of model.blocks; did you mean local?"),
-        ("nothing...", "nothing is not a kind of model.blocks; there are block, local"),
-        ("3 local,", "it ends where a kind of block is expected"),
-        ("(local", "a bracket is not closed"),
-        ("local)", "')' is not expected there"),
-        ("local..., block", "... fills the layers that are left, so it ends the pattern"),
-        ("0 local", "0 is not a number of layers"),
-        ("local local", "'local' is not expected there"),
-        ("*", "'*' is not a part of a pattern"),
-        ("", "it ends where a kind of block is expected"),
-        ("99999 (99999 local)", "more than 100,000 layers"),
-    ],
-)
+@pytest.mark.parametrize("pattern, said", [
+    ("(5 local, block) x 3", "makes 18 layers, and model.layers is 4; set model.layers 18, or end the"),
+    ("lcal...", "lcal is not a kind of model.blocks; did you mean local?"),
+    ("nothing...", "nothing is not a kind of model.blocks; there are block, local"),
+    ("3 local,", "it ends where a kind of block is expected"),
+    ("(local", "a bracket is not closed"),
+    ("local)", "')' is not expected there"),
+    ("local..., block", "... fills the remaining layers, so it must end the pattern"),
+    ("0 local", "0 is not a number of layers"),
+    ("local local", "'local' is not expected there"),
+    ("*", "'*' is not a part of a pattern"),
+    ("", "it ends where a kind of block is expected"),
+    ("99999 (99999 local)", "more than 100,000 layers"),
+])
 def test_a_pattern_that_cannot_be_read_is_one_line(pattern, said):
     line = refused({**LOCAL, "model.pattern": pattern})
     assert line.startswith("model.pattern: ") and said in line
@@ -102,11 +96,8 @@ def test_a_pattern_that_cannot_be_read_is_one_line(pattern, said):
 
 def test_a_layer_has_what_its_kind_states_and_else_what_the_model_has():
     cfg = resolved({
-        **LOCAL,
-        "model.mixer.rope.base": "77",
-        "model.blocks.local.mixer.rope.scaling": "none",
-        "model.blocks.other.mlp.width": "96",
-        "model.blocks.other.mixer.rope": "none",
+        **LOCAL, "model.mixer.rope.base": "77", "model.blocks.local.mixer.rope.scaling": "none",
+        "model.blocks.other.mlp.width": "96", "model.blocks.other.mixer.rope": "none",
         "model.pattern": "local, block, other...",
     })
     local, block, other, last = (layer_model(cfg.model, layer) for layer in range(4))
@@ -150,20 +141,17 @@ def test_a_dump_is_read_back(tmp_path):
 # ---- what is refused ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "settings, said",
-    [
-        ({"model.blocks.local.mixer.window": "3"}, "model.blocks: no layer is of the kinds local"),
-        ({**LOCAL, "model.blocks.local.mixer.widow": "3"}, "model.blocks.local.mixer.widow: no such key"),
-        ({**LOCAL, "model.blocks.local.experts": "3"}, "model.blocks.local.experts: no such key; a kind"),
-        ({**LOCAL, "model.blocks.block.mixer.window": "3"}, "model.blocks.block: 'block' does not do"),
-        ({**LOCAL, "model.blocks.local.mixer.window": "0"}, "model.blocks.local.mixer.window: 0 must be"),
-        ({**LOCAL, "model.blocks.local.mixer.heads": "3"}, "model.blocks.local.mixer.heads: 3 does"),
-        ({**LOCAL, "model.mixer.kv_heads": "3"}, "model.mixer.kv_heads: 3 does not divide"),
-        ({"model.blocks": "local"}, "model.blocks: expected kinds of blocks as "),
-        ({"model.blocks.local": "3"}, "model.blocks.local: expected keys and values, got '3'"),
-    ],
-)
+@pytest.mark.parametrize("settings, said", [
+    ({"model.blocks.local.mixer.window": "3"}, "model.blocks: no layer is of the kinds local"),
+    ({**LOCAL, "model.blocks.local.mixer.widow": "3"}, "model.blocks.local.mixer.widow: no such key"),
+    ({**LOCAL, "model.blocks.local.experts": "3"}, "model.blocks.local.experts: no such key; a kind"),
+    ({**LOCAL, "model.blocks.block.mixer.window": "3"}, "model.blocks.block: 'block' cannot be the name"),
+    ({**LOCAL, "model.blocks.local.mixer.window": "0"}, "model.blocks.local.mixer.window: 0 must be"),
+    ({**LOCAL, "model.blocks.local.mixer.heads": "3"}, "model.blocks.local.mixer.heads: 3 does"),
+    ({**LOCAL, "model.mixer.kv_heads": "3"}, "model.mixer.kv_heads: 3 does not divide"),
+    ({"model.blocks": "local"}, "model.blocks: expected kinds of blocks as "),
+    ({"model.blocks.local": "3"}, "model.blocks.local: expected keys and values, got '3'"),
+])
 def test_a_kind_that_does_not_do_is_named(settings, said):
     assert refused(settings).startswith(said)
 

@@ -23,7 +23,7 @@ def test_the_old_picture_stays_until_the_new_one_is_whole(tmp_path):
     assert path.read_bytes() == b"old"
 
 
-def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+def test_a_dollar_in_a_name_is_not_a_formula(tmp_path):
     figure = new_figure(2, 2)
     set_title(figure.subplots(), plain_text(r"run $\nothing$"))
     save_figure(figure, tmp_path / "x.png")

@@ -1,4 +1,4 @@
-"""What made something: commit, patch, command; beside git itself, in small repositories of the test's own."""
+"""The commit, patch and command that made something, beside git itself, in small repositories."""
 
 import filecmp
 import json
@@ -73,7 +73,7 @@ def test_the_patch_makes_the_same_tree_of_the_commit(repo, tmp_path):
     assert code.changed["model/norm.py"] == (0, 1) and "docs/page.md" in code.changed
 
 
-def test_a_checkout_within_another_repository(repo, tmp_path):
+def test_a_checkout_within_another_repository_has_a_prefix(repo, tmp_path):
     outer = tmp_path / "outer"
     outer.mkdir()
     git(outer, "init", "-q")
@@ -203,7 +203,7 @@ def test_the_same_code_under_another_commit_is_no_change(repo, tmp_path):
     assert code_change(then.tree(), read_code(repo), tmp_path, repo) is None
 
 
-def test_a_commit_that_is_not_there_and_a_tree_without_git(repo, tmp_path):
+def test_a_commit_that_is_not_there_is_said_and_a_tree_without_git_compared(repo, tmp_path):
     now = read_code(repo)
     gone = {**now.tree(), "hash": "1" * 64, "commit": "1" * 40}
     assert "1111111 is not in this clone" in code_change(gone, now, tmp_path, repo)
@@ -255,7 +255,7 @@ def test_a_command_is_kept_without_its_secrets(words, shown):
     assert shlex.split(typed(words)) == (shown or words)
 
 
-def test_labels():
+def test_a_label_is_the_commit_with_a_plus_for_changed_code():
     code = Code("1" * 64, "2" * 40, changed={"docs/a.md": (1, 0)})
     assert provenance.label(code.tree()) == "2222222"
     code.changed["model/a.py"] = (1, 0)

@@ -1,8 +1,10 @@
-"""What cannot run is refused before it starts: each rule names its key and values that are really accepted,
-and ranks that were started differently are told which of them is the odd one, in one line for the whole job.
+"""Settings that cannot run are refused before the start: each rule names its key and values that are
+accepted, and ranks that were started differently are told which of them is the odd one, in one line for the
+whole job.
 """
 
 import errno
+import itertools
 import re
 import shutil
 
@@ -16,7 +18,7 @@ from config.reading import resolve
 from config.reading.kinds import every_path, members_of
 from config.reading.rules import divisors
 from config.reading.schedules import plan_pipeline
-from config.tree import has_path, hints_of, ranges_of, with_values
+from config.tree import field_types, get_ranges, has_path, with_values
 from model.attention import AttentionConfig
 from model.delta import DeltaConfig, KimiConfig
 from model.mamba import MambaConfig
@@ -24,22 +26,10 @@ from model.mla import LatentConfig
 from model.mlp import SharedExpertsConfig
 from model.rope import GrowthConfig, YarnScaling
 from model.router import BalanceLossConfig, CapacityConfig, ExpertsConfig, RouterConfig
-from runtime.failure import code_of
+from runtime.failure import get_exit_code
 
-BASE = resolve(
-    "llama3-tiny",
-    None,
-    [
-        "--model.vocab",
-        "500",
-        "--train.global_batch",
-        "48",
-        "--train.micro_batch",
-        "1",
-        "--train.seq_len",
-        "96",
-    ],
-)
+SMALL_BATCH = "--model.vocab 500 --train.global_batch 48 --train.micro_batch 1 --train.seq_len 96"
+BASE = resolve("llama3-tiny", None, SMALL_BATCH.split())
 
 
 def changed(cfg, key: str, value):
@@ -88,12 +78,12 @@ OTHER_RANGES = {"train.loss_scale", "train.ema", "optim.decay_fraction"}
 NUMBERS = {
     path: part
     for path, (part, key) in every_path(config.Config).items()
-    if {*members_of(hints_of(part)[key])} & {int, float}
+    if {*members_of(field_types(part)[key])} & {int, float}
 }
 
 
 def test_every_number_has_one_range():
-    ranged = {path for path, part in NUMBERS.items() if path.rpartition(".")[2] in ranges_of(part)}
+    ranged = {path for path, part in NUMBERS.items() if path.rpartition(".")[2] in get_ranges(part)}
     assert ranged == NUMBERS.keys() - OTHER_RANGES and OTHER_RANGES <= NUMBERS.keys()
 
 
@@ -131,12 +121,8 @@ CASES = [
     (having(parallel__tp=4), 6, "parallel.tp", True),
     (having(parallel__pp=3), 4, "parallel.pp", True),
     (having(parallel__tp=3), 3, "model.mixer.heads", True),
-    (
-        having(parallel__tp=4, model__mixer=AttentionConfig(heads=12, kv_heads=6, head_dim=16)),
-        4,
-        "model.mixer.kv_heads",
-        True,
-    ),
+    (having(parallel__tp=4, model__mixer=AttentionConfig(heads=12, kv_heads=6, head_dim=16)), 4,
+     "model.mixer.kv_heads", True),
     (having(parallel__tp=4, model__mlp__width=386), 4, "model.mlp.width", True),
     (having(parallel__tp=4, model__vocab_multiple=2), 4, "model.vocab_multiple", True),
     (having(parallel__tp=4, parallel__sp=True, train__seq_len=98), 4, "train.seq_len", True),
@@ -157,29 +143,16 @@ CASES = [
     (having(**MIXTURE, model__mlp__router__groups=3), 1, "model.mlp.router.groups", True),
     (having(**MIXTURE, model__mlp__router__group_top_k=2), 1, "model.mlp.router.group_top_k", True),
     (having(**MIXTURE, model__mlp__router__groups=4, model__mlp__top_k=3), 1, "model.mlp.top_k", True),
-    (
-        having(
-            **MIXTURE,
-            model__mlp__router__scores="sigmoid",
-            model__mlp__router__groups=8,
-            model__mlp__top_k=1,
-        ),
-        1,
-        "model.mlp.router.groups",
-        True,
-    ),
+    (having(**MIXTURE, model__mlp__router__scores="sigmoid", model__mlp__router__groups=8,
+            model__mlp__top_k=1), 1, "model.mlp.router.groups", True),
     (having(**MIXTURE, model__mlp__capacity=SMALL), 1, "model.mlp.capacity.factor", False),
     (having(**MIXTURE, model__mlp__router__jitter=1.0), 1, "model.mlp.router.jitter", False),
     (having(**MIXTURE, model__mlp__router__aux=NEGATIVE), 1, "model.mlp.router.aux.weight", False),
     (having(**MIXTURE, model__mlp__bias=True, parallel__etp=3), 3, "parallel.etp", True),
     (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
     (having(**LATENT, model__mixer__rope_dim=5), 1, "model.mixer.rope_dim", True),
-    (
-        having(**YARN, model__mixer__rope__scaling__low_freq=33.0),
-        1,
-        "model.mixer.rope.scaling.low_freq",
-        False,
-    ),
+    (having(**YARN, model__mixer__rope__scaling__low_freq=33.0), 1, "model.mixer.rope.scaling.low_freq",
+     False),
     (having(model__mtp=MTPConfig(modules=-1)), 1, "model.mtp.modules", False),
     (having(train__cuda_graphs=True), 2, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__pp=2), 2, "train.cuda_graphs", False),
@@ -190,12 +163,8 @@ CASES = [
     (having(train__cuda_graphs=True, train__dtype="fp32", **MIXTURE), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, **RECORDED_MIXTURE), 2, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, **RECORDED_FULL), 1, "train.cuda_graphs", False),
-    (
-        having(train__cuda_graphs=True, **{**RECORDED_MIXTURE, "model__mlp": ExpertsConfig(width=50)}),
-        1,
-        "train.cuda_graphs",
-        False,
-    ),
+    (having(train__cuda_graphs=True, **{**RECORDED_MIXTURE, "model__mlp": ExpertsConfig(width=50)}), 1,
+     "train.cuda_graphs", False),
     (having(model__mup=MupConfig(base=0)), 1, "model.mup.base", False),
     (having(model__mup=MupConfig(base=-64)), 1, "model.mup.base", False),
     *(
@@ -207,26 +176,12 @@ CASES = [
     (having(**EIGHT, train__fp8_keep=-1), 1, "train.fp8_keep", False),
     (having(**EIGHT, **MIXTURE, parallel__etp=2), 2, "parallel.etp", False),
     (having(**EIGHT, **{**MIXTURE, "model__mlp": ExpertsConfig(width=100)}), 1, "train.dtype", False),
-    (
-        having(
-            **EIGHT,
-            **{**MIXTURE, "model__mlp": ExpertsConfig(width=64)},
-            train__fp8="blockwise",
-            train__fp8_block=64,
-            parallel__etp=2,
-        ),
-        2,
-        "train.fp8_block",
-        True,
-    ),
+    (having(**EIGHT, model__mlp=ExpertsConfig(width=64), train__fp8="blockwise", train__fp8_block=64,
+            parallel__etp=2), 2, "train.fp8_block", True),
     (having(**EIGHT, model__mixer__kv_heads=2, parallel__tp=4), 4, "parallel.tp", True),
     (having(**EIGHT, train__seq_len=100), 1, "train.seq_len", True),
-    (
-        having(**EIGHT, model__mlp__width=384, parallel__tp=4, model__mixer__head_dim=24),
-        4,
-        "parallel.tp",
-        False,
-    ),
+    (having(**EIGHT, model__mlp__width=384, parallel__tp=4, model__mixer__head_dim=24), 4, "parallel.tp",
+     False),
     (having(**EIGHT, train__fp8="blockwise", train__fp8_block=24), 1, "train.fp8_block", True),
     (having(**EIGHT, train__fp8="blockwise", train__fp8_block=64), 1, "train.fp8_block", True),
     (having(log__noise_scale=True, parallel__cp=2), 2, "log.noise_scale", False),
@@ -236,18 +191,8 @@ CASES = [
     (having(train__ramp="8,7,100"), 4, "train.ramp", True),
     (having(train__ramp="48,8,100"), 4, "train.ramp", True),
     (having(train__ramp="6,6,100"), 4, "train.ramp", True),
-    (
-        having(
-            train__ramp="16,4,100",
-            parallel__pp=2,
-            parallel__schedule="interleaved",
-            train__micro_batch=2,
-            train__global_batch=48,
-        ),
-        4,
-        "train.ramp",
-        True,
-    ),
+    (having(train__ramp="16,4,100", parallel__pp=2, parallel__schedule="interleaved", train__micro_batch=2),
+     4, "train.ramp", True),
 ]
 
 
@@ -275,9 +220,7 @@ def test_each_rule_names_its_key_and_values_that_pass(cfg, world, key, offered):
 def test_whatever_is_refused_in_any_world_offers_only_what_is_accepted():
     refused = helped = 0
     for world in range(1, 17):
-        for tp, pp, zero in (
-            (tp, pp, zero) for tp in (1, 2, 3, 4, 8) for pp in (1, 2, 3, 4, 5) for zero in (0, 1)
-        ):
+        for tp, pp, zero in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 5), (0, 1)):
             cfg = having(parallel__tp=tp, parallel__pp=pp, parallel__zero=zero)
             try:
                 plan_pipeline(cfg, world)
@@ -294,16 +237,8 @@ def test_whatever_is_refused_in_any_world_offers_only_what_is_accepted():
 
 @pytest.fixture(scope="module")
 def args(tmp_path_factory):
-    return [
-        "llama3-tiny",
-        *MODEL,
-        "--data.path",
-        corpus(tmp_path_factory.mktemp("refusals")),
-        "--train.steps",
-        "2",
-        "--log.name",
-        "r",
-    ]
+    data = corpus(tmp_path_factory.mktemp("refusals"))
+    return ["llama3-tiny", *MODEL, "--data.path", data, "--train.steps", "2", "--log.name", "r"]
 
 
 def test_a_mistake_on_every_rank_is_one_line(tmp_path, args):
@@ -323,47 +258,27 @@ def test_a_rank_that_was_started_differently_is_named(tmp_path, args, what):
             train.torch.__version__ = "1.0"
 
     other = {1: ["--parallel.zero", "2"]} if what == "config" else {}
-    end = job(
-        tmp_path,
-        3,
-        [*args, "--log.dir", str(tmp_path), "--train.global_batch", "6"],
-        rank_args=other,
-        before=before,
-    )
+    words = [*args, "--log.dir", str(tmp_path), "--train.global_batch", "6"]
+    end = job(tmp_path, 3, words, rank_args=other, before=before)
     assert 2 in end.codes and set(end.codes) <= {2, -15}, end.logs
     (line,) = end.errors()
-    assert f"rank 1 was started with another {what}" in line
+    assert f"rank 1 was started with a different {what}" in line
     assert what != "config" or "zero: 2" in line
 
 
 @pytest.mark.slow
-def test_data_that_does_not_name_its_tokenizer(tmp_path, args):
+def test_data_without_a_tokenizer_is_refused_until_it_is_named(tmp_path, args):
     corpus(tmp_path)
     shutil.rmtree(tmp_path / "text.tokenizer")
     meta = tmp_path / "text.json"
     meta.unlink(missing_ok=True)  # as Megatron-LM writes its files: .bin and .idx alone
-    end = job(
-        tmp_path,
-        2,
-        [*args, "--log.dir", str(tmp_path), "--data.path", str(tmp_path / "text"), "--model.vocab", "257"],
-    )
+    words = [*args, "--log.dir", str(tmp_path), "--data.path", str(tmp_path / "text")]
+    end = job(tmp_path, 2, [*words, "--model.vocab", "257"])
     (line,) = end.errors()
     assert 2 in end.codes and line.startswith("error: data.tokenizer: ") and "name it: bytes" in line
-    end = job(
-        tmp_path,
-        2,
-        [
-            *args,
-            "--log.dir",
-            str(tmp_path),
-            "--data.path",
-            str(tmp_path / "text"),
-            "--data.tokenizer",
-            "bytes",
-        ],
-    )
+    end = job(tmp_path, 2, [*words, "--data.tokenizer", "bytes"])
     assert end.codes == [0, 0], end.logs
 
 
 def test_a_file_that_may_not_grow_is_a_full_disk():
-    assert [code_of(OSError(e, "x")) for e in (errno.EFBIG, errno.ENOSPC, errno.ENOENT)] == [82, 82, 1]
+    assert [get_exit_code(OSError(e, "x")) for e in (errno.EFBIG, errno.ENOSPC, errno.ENOENT)] == [82, 82, 1]

@@ -1,4 +1,4 @@
-"""Runs that differ in a setting get folders that differ, though nobody names them; a run that can go on, and
+"""Runs that differ in a setting get folders that differ, though nobody names them; a run that can resume, and
 one that is asked for again, keep their own.
 """
 
@@ -44,8 +44,8 @@ def test_a_sweep_by_a_plain_shell_loop_makes_three_runs(tmp_path):
 
 
 @pytest.fixture
-def name_of(tmp_path):
-    """name_of(words): the run folder that a command gets beside a run of llama2-tiny with 9 steps."""
+def get_name(tmp_path):
+    """get_name(words): the run folder that a command gets beside a run of llama2-tiny with 9 steps."""
     folder = tmp_path / "llama2-tiny"
     folder.mkdir()
     base = ["llama2-tiny", "--train.steps", "9", "--log.dir", str(tmp_path)]
@@ -64,35 +64,32 @@ def name_of(tmp_path):
 
 
 @pytest.mark.slow(every=3)
-@pytest.mark.parametrize(
-    "words, suffix",
-    [
-        ((), ""),
-        (("--optim.lr", "5e-3"), "+optim.lr=0.005"),
-        (("--train.seed", "7", "--model.dropout", "0.1"), "+model.dropout=0.1+train.seed=7"),
-        (("--checkpoint.init_from", "a b/c"), "+checkpoint.init_from=a_b_c"),
-        (("--checkpoint.resume", "b/step_00000002"), "+checkpoint.resume=b_step_00000002"),
-        (("--checkpoint.resume", "none"), ""),
-        (("--log.every", "1", "--train.max_minutes", "3", "--data.prefetch", "4"), ""),  # idle
-        (("--train.steps", "12", "--optim.lr", "5e-3"), ""),  # continued
-        (("--train.steps", "8"), ""),  # train.py refuses it by name
-    ],
-)
-def test_the_name_follows_from_the_settings(name_of, words, suffix):
-    assert name_of(*words) == f"llama2-tiny{suffix}"
+@pytest.mark.parametrize("words, suffix", [
+    ((), ""),
+    (("--optim.lr", "5e-3"), "+optim.lr=0.005"),
+    (("--train.seed", "7", "--model.dropout", "0.1"), "+model.dropout=0.1+train.seed=7"),
+    (("--checkpoint.init_from", "a b/c"), "+checkpoint.init_from=a_b_c"),
+    (("--checkpoint.resume", "b/step_00000002"), "+checkpoint.resume=b_step_00000002"),
+    (("--checkpoint.resume", "none"), ""),
+    (("--log.every", "1", "--train.max_minutes", "3", "--data.prefetch", "4"), ""),  # idle
+    (("--train.steps", "12", "--optim.lr", "5e-3"), ""),  # continued
+    (("--train.steps", "8"), ""),  # train.py refuses it by name
+])
+def test_the_name_follows_from_the_settings(get_name, words, suffix):
+    assert get_name(*words) == f"llama2-tiny{suffix}"
 
 
-def test_a_run_that_is_not_finished_goes_on_and_a_given_name_counts(name_of):
+def test_a_run_that_is_not_finished_or_is_named_keeps_its_folder(get_name):
     changed = ("--optim.lr", "5e-3")
-    assert name_of(*changed, finished=False) == "llama2-tiny"
-    assert name_of(*changed, last_exit=None) == "llama2-tiny"  # killed on the way to a later horizon
-    assert name_of(*changed, "--log.name", "llama2-tiny") == "llama2-tiny"
-    assert name_of(*changed, "--config", name_of.config_file) == "llama2-tiny"
+    assert get_name(*changed, finished=False) == "llama2-tiny"
+    assert get_name(*changed, last_exit=None) == "llama2-tiny"  # killed on the way to a later horizon
+    assert get_name(*changed, "--log.name", "llama2-tiny") == "llama2-tiny"
+    assert get_name(*changed, "--config", get_name.config_file) == "llama2-tiny"
 
 
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"finished": 1}'])
-def test_a_folder_that_cannot_be_read_is_left_to_train(name_of, tmp_path, text):
-    name_of()
+def test_a_folder_that_cannot_be_read_is_left_to_train(get_name, tmp_path, text):
+    get_name()
     (tmp_path / "llama2-tiny" / "config.yaml").write_text(text)
-    assert name_of("--optim.lr", "5e-3") == "llama2-tiny"
+    assert get_name("--optim.lr", "5e-3") == "llama2-tiny"

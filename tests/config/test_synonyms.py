@@ -22,22 +22,19 @@ def refusal(*argv):
 
 
 @pytest.mark.slow(every=4)
-@pytest.mark.parametrize(
-    "typed,meant",
-    [
-        ("--train.bf16", "train.dtype bf16"),
-        ("--checkpoint.load", "checkpoint.init_from"),
-        ("--model.num_attention_heads", "model.mixer.heads"),
-        ("--model.ffn_hidden_size", "model.mlp.width"),
-        ("--train.max_iters", "train.steps"),
-        ("--train.batch_size", "train.micro_batch"),
-        ("--optim.learning_rate", "optim.lr"),
-        ("--parallel.fsdp", "parallel.zero"),
-        ("--optim.schedule", "optim.decay"),
-        ("--tensor-model-parallel-size", "parallel.tp"),
-        ("--train.lr", "optim.lr"),
-    ],
-)
+@pytest.mark.parametrize("typed,meant", [
+    ("--train.bf16", "train.dtype bf16"),
+    ("--checkpoint.load", "checkpoint.init_from"),
+    ("--model.num_attention_heads", "model.mixer.heads"),
+    ("--model.ffn_hidden_size", "model.mlp.width"),
+    ("--train.max_iters", "train.steps"),
+    ("--train.batch_size", "train.micro_batch"),
+    ("--optim.learning_rate", "optim.lr"),
+    ("--parallel.fsdp", "parallel.zero"),
+    ("--optim.schedule", "optim.decay"),
+    ("--tensor-model-parallel-size", "parallel.tp"),
+    ("--train.lr", "optim.lr"),
+])
 def test_a_word_of_another_framework_is_answered_with_our_key(typed, meant):
     assert refusal(typed, "2").endswith(f": no such key; did you mean {meant}?")
 

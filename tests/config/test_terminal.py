@@ -1,4 +1,4 @@
-"""What fits into a terminal: the words of a text all stay, and so do the columns that matter."""
+"""Text at the width of a terminal: all words stay, and so do the columns that matter."""
 
 import argparse
 
@@ -6,7 +6,7 @@ import pytest
 
 from config.terminal import (
     ParagraphHelp,
-    columns_of,
+    display_width,
     fitting_columns,
     hanging_lines,
     output_width,
@@ -49,14 +49,14 @@ def test_no_word_is_lost_and_parts_break_first(width):
         assert lines == ["model llama", "4 layers · d 128", "100 steps", "of-one-run/of/a/path"]
 
 
-def test_wide_letters_marks_and_colours():
-    assert columns_of("中文 ok") == 7
-    assert columns_of("e\N{COMBINING ACUTE ACCENT}") == 1
-    assert columns_of("\033[32mok\033[0m") == 2
+def test_wide_letters_take_two_columns_marks_and_colours_none():
+    assert display_width("中文 ok") == 7
+    assert display_width("e\N{COMBINING ACUTE ACCENT}") == 1
+    assert display_width("\033[32mok\033[0m") == 2
     assert wrapped("中文 · 中文 · 中文", 12) == ["中文 · 中文", "中文"]
 
 
-def test_a_text_goes_on_below_itself():
+def test_a_text_continues_below_its_own_start():
     assert hanging_lines("refused 4: ", "this does nothing at cp 1", 24) == [
         "refused 4: this does",
         "           nothing at cp",
@@ -71,13 +71,8 @@ def test_help_fills_the_width_and_keeps_indented_lines(monkeypatch):
     parser = argparse.ArgumentParser(prog="p", description=text, formatter_class=ParagraphHelp)
     said = parser.format_help().split("options:")[0].splitlines()[2:]
     assert said == [
-        "One sentence of many words that goes on over",
-        "lines.",
-        "",
-        "    a command   --with blanks",
-        "",
-        "Another.",
-        "",
+        "One sentence of many words that goes on over", "lines.", "", "    a command   --with blanks", "",
+        "Another.", "",
     ]
 
 
@@ -87,12 +82,7 @@ def test_items_of_a_description_stand_on_lines_of_their_own(monkeypatch):
     parser = argparse.ArgumentParser(prog="p", description=text, formatter_class=ParagraphHelp)
     said = parser.format_help().split("options:")[0].splitlines()[2:]
     assert said == [
-        "It does:",
-        "- one thing, with words that",
-        "  go on below",
-        "- another",
-        "And then more.",
-        "",
+        "It does:", "- one thing, with words that", "  go on below", "- another", "And then more.", "",
     ]
 
 

@@ -28,6 +28,7 @@ CASES = (
     ({"mixer.kernel": "sdpa"}, "--parallel.cp 2", "--parallel.cp 2 --parallel.cp_kind ulysses", 2),
     ({"fp8_keep": 0, "fp8_block": 64}, "--train.dtype bf16", "--train.dtype fp8 --train.fp8 blockwise", 1),
     ({"fp8_block": 64}, "--train.dtype fp8", "--train.dtype fp8 --train.fp8 blockwise", 1),
+    ({"unproven": "true"}, "--train.device cpu", "", 1),
     ({"loss_scale": 1024.0, "loss_scale_window": 100}, "--train.dtype bf16", "--train.dtype fp16", 1),
     ({"min_lr": 1e-5}, "--optim.decay constant", "--optim.decay linear", 1),
     ({"decay_fraction": 0.5}, "--optim.decay linear", "--optim.decay wsd", 1),
@@ -52,12 +53,8 @@ CASES = (
     ({"powersgd_rank": 2}, "--parallel.compress int8", "--parallel.compress powersgd", 2),
     ({"span": 256}, "--data.pack best_fit", "", 1),
     ({"split": "90,10"}, "--data.valid text", "", 1),
-    (
-        {"fim_spm_rate": 0.1, "fim_split": "token", "fim_tokens": "a,b,c", "fim_valid": "true"},
-        "",
-        "--data.fim_rate 0.5",
-        1,
-    ),
+    ({"fim_spm_rate": 0.1, "fim_split": "token", "fim_tokens": "a,b,c", "fim_valid": "true"}, "",
+     "--data.fim_rate 0.5", 1),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
     ({"mirror_failures": 2}, "", "--checkpoint.mirror s3://bucket/runs", 1),
     ({"init_changes": "model.mixer.window"}, "", "--checkpoint.init_from runs/other", 1),
@@ -88,12 +85,8 @@ READ = {
 # of the keys that config/reading/rules.py or build.py refuses where they do nothing, for any world size and
 # in every program: settings with which they do
 RULED = {
-    "train.fp8": "rowwise",
-    "optim.spike_rewind": "2",
-    "optim.states": "bf16 --optim.name lion",
-    "parallel.ep": "2",
-    "parallel.etp": "2",
-    "parallel.dp_rep": "2",
+    "train.fp8": "rowwise", "optim.spike_rewind": "2", "optim.states": "bf16 --optim.name lion",
+    "parallel.ep": "2", "parallel.etp": "2", "parallel.dp_rep": "2",
 }
 
 
@@ -137,9 +130,8 @@ def test_every_case_is_of_one_row():
 )
 def test_each_row_refuses_or_notes_its_keys_and_lets_them_pass_where_they_count(row):
     values, idle, live, world = case_of(row)
-    assert unused.check_unused(resolved(live), 2) == "" or "parallel" in unused.check_unused(
-        resolved(live), 2
-    )
+    line = unused.check_unused(resolved(live), 2)
+    assert line == "" or "parallel" in line
     for key, value in values.items():
         path = f"{row.section}.{key}"
         cfg = resolved(idle, row.section, **{key: value})
@@ -188,26 +180,16 @@ def test_train_refuses_before_it_makes_anything_and_notes_in_one_line(tmp_path, 
 
 
 @pytest.mark.parametrize("words, stays, follow", [
-    (
-        "--model.hidden 256",
-        "model.mixer.heads 8, model.mixer.kv_heads 4, model.mlp.width 384, optim.lr 0.002",
-        "--model.mixer.heads 16 --model.mixer.kv_heads 8 --model.mlp.width 768 --model.mup.base 128",
-    ),
-    (
-        "--model.hidden 256 --model.mlp.width 512 --optim.lr 1e-3",
-        "model.mixer.heads 8, model.mixer.kv_heads 4",
-        "--model.mixer.heads 16 --model.mixer.kv_heads 8",
-    ),
-    (
-        "--model.hidden 256 --model.mixer.heads 12 --model.mup.base 128",
-        "model.mixer.kv_heads 4, model.mlp.width 384",
-        "--model.mixer.kv_heads 6 --model.mixer.head_dim 16 --model.mlp.width 768",
-    ),
-    (
-        "--model.hidden 100 --optim.name lamb",
-        "model.mixer.heads 8, model.mixer.kv_heads 4, model.mlp.width 384, optim.lr 0.002",
-        "--model.mixer.heads 6 --model.mixer.kv_heads 3 --model.mixer.head_dim 16 --model.mlp.width 304",
-    ),
+    ("--model.hidden 256", "model.mixer.heads 8, model.mixer.kv_heads 4, model.mlp.width 384, optim.lr 0.002",
+     "--model.mixer.heads 16 --model.mixer.kv_heads 8 --model.mlp.width 768 --model.mup.base 128"),
+    ("--model.hidden 256 --model.mlp.width 512 --optim.lr 1e-3",
+     "model.mixer.heads 8, model.mixer.kv_heads 4", "--model.mixer.heads 16 --model.mixer.kv_heads 8"),
+    ("--model.hidden 256 --model.mixer.heads 12 --model.mup.base 128",
+     "model.mixer.kv_heads 4, model.mlp.width 384",
+     "--model.mixer.kv_heads 6 --model.mixer.head_dim 16 --model.mlp.width 768"),
+    ("--model.hidden 100 --optim.name lamb",
+     "model.mixer.heads 8, model.mixer.kv_heads 4, model.mlp.width 384, optim.lr 0.002",
+     "--model.mixer.heads 6 --model.mixer.kv_heads 3 --model.mixer.head_dim 16 --model.mlp.width 304"),
     ("--model.hidden 256 --model.mlp.width 768 --model.mixer.heads 16 --model.mixer.kv_heads 8", None, None),
     ("--model.hidden 128", None, None),
     ("--model.layers 8", None, None),
@@ -251,40 +233,20 @@ WHOLE = (
         "llama2-tiny",
         "--optim.decay linear",
         {
-            "train.fp8_keep": 0,
-            "train.fp8_block": 64,
-            "optim.decay_fraction": 0.5,
-            "optim.momentum": 0.5,
-            "parallel.sp": "true",
-            "parallel.schedule": "zb-h1",
-            "parallel.cp_kind": "ulysses",
-            "parallel.zero": 1,
-            "parallel.reduce": "ring",
-            "parallel.timeout_s": 20,
-            "parallel.stages": "2",
-            "parallel.recompute_parts": "norm",
-            "parallel.node": 2,
-            "parallel.compress_block": 128,
-            "parallel.powersgd_rank": 2,
-            "data.cache": "elsewhere",
-            "eval.prompt": "a",
-            "eval.temperature": 0.5,
-            "eval.tasks_every": 100,
-            "eval.tasks_limit": 7,
-            "log.project": "mine",
+            "train.fp8_keep": 0, "train.fp8_block": 64, "optim.decay_fraction": 0.5, "optim.momentum": 0.5,
+            "parallel.sp": "true", "parallel.schedule": "zb-h1", "parallel.cp_kind": "ulysses",
+            "parallel.zero": 1, "parallel.reduce": "ring", "parallel.timeout_s": 20, "parallel.stages": "2",
+            "parallel.recompute_parts": "norm", "parallel.node": 2, "parallel.compress_block": 128,
+            "parallel.powersgd_rank": 2, "data.cache": "elsewhere", "eval.prompt": "a",
+            "eval.temperature": 0.5, "eval.tasks_every": 100, "eval.tasks_limit": 7, "log.project": "mine",
         },
     ),
     (
         "gpt2-tiny",
         "--optim.decay constant --optim.name sgd --parallel.recompute_stages selective",
         {
-            "optim.min_lr": 1e-5,
-            "optim.beta1": 0.5,
-            "optim.beta2": 0.5,
-            "optim.eps": 1e-4,
-            "parallel.zero": 1,
-            "parallel.compress": "int8",
-            "parallel.compress_weights": "int8",
+            "optim.min_lr": 1e-5, "optim.beta1": 0.5, "optim.beta2": 0.5, "optim.eps": 1e-4,
+            "parallel.zero": 1, "parallel.compress": "int8", "parallel.compress_weights": "int8",
             "parallel.recompute": "full",
         },
     ),

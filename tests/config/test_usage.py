@@ -26,7 +26,7 @@ from config.reading import (
     usage,
 )
 from config.reading.kinds import every_path
-from config.tree import has_path, hints_of, kind_of, leaves, plain_data, value_at
+from config.tree import field_types, get_kind, has_path, leaves, plain_data, value_at
 
 EVERY = every_path(Config)
 
@@ -58,7 +58,7 @@ def shown(capsys, *argv: str) -> str:
 
 
 def parsed(cfg: Config, path: str, argument: str):
-    """What train.py makes of --section.key ARGUMENT over a config."""
+    """The value that train.py makes of --section.key ARGUMENT over a config."""
     tree = merge(plain_data(cfg), dotted_overrides([f"--{path}={argument}"]))
     return value_at(build_tree(Config, tree), path)
 
@@ -70,12 +70,12 @@ def test_help_says_all_of_every_comment(capsys, monkeypatch, width):
     whole, said = " ".join(out.split()), comments()
     for path, _ in leaves(resolve("llama3-tiny", None, [])):
         part, key = EVERY[path]
-        if key == "kind" and kind_of(part):  # its meaning is that of the field that has the part
+        if key == "kind" and get_kind(part):  # its meaning is that of the field that has the part
             where, key = path.split(".")[-2:]
             assert re.search(rf"--{re.escape(path)} (\w+\|)+\w+ \w+", whole), path
             continue
         meaning = " ".join(said[f"{part.__name__}.{key}"].split())
-        kind = re.escape(usage.type_name(hints_of(part)[key]))
+        kind = re.escape(usage.type_name(field_types(part)[key]))
         line = rf"--{re.escape(path)} {kind} {re.escape(meaning)} \((no default|default: )"
         assert re.search(line, whole), path
     assert all(len(line) <= width for line in out.splitlines() if not line.startswith("  --"))
@@ -87,7 +87,9 @@ def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
     out = shown(capsys, "deepseek-v3-tiny", "--help")
     entry = r"--([\w.]+) (\S+)\s.*\((?:no default|default: (.*?))(?:; here: (.*))?\)$"
     found = re.findall(entry, out, re.MULTILINE)
-    assert [path for path, *_ in found] == [path for path, _ in leaves(cfg)]
+    order = ("train", "data", "model", "optim", "parallel", "eval", "checkpoint", "log", "profile")
+    by_section = sorted((path for path, _ in leaves(cfg)), key=lambda path: order.index(path.split(".")[0]))
+    assert [path for path, *_ in found] == by_section
     for path, kind, usual, here in found:
         if path == "model.blocks":  # which kinds there are
             assert here == ", ".join(variant.name for variant in cfg.model.blocks)
@@ -119,7 +121,7 @@ def test_help_of_a_section_of_a_word_and_of_nothing(capsys, monkeypatch):
     assert len(words) < 12
     assert listed.findall(shown(capsys, "--help", "--optim.min_lr")) == ["optim.min_lr"]
     assert "default: 4; here: 7" in shown(capsys, "--model.layers", "7", "--help", "model.layers")
-    with pytest.raises(ConfigError, match="no key speaks of 'xyzzy'; the sections are model, train"):
+    with pytest.raises(ConfigError, match="no key mentions 'xyzzy'; the sections are train, data, mod"):
         train.main(["--help", "xyzzy"])
 
 

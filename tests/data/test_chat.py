@@ -3,22 +3,28 @@ loss of transformers with labels of -100; and every layout trains the same.
 """
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from chat_table import said
+from prepared_data import (
+    byte_level_bpe,
+    check_layouts,
+    loader_config,
+    metrics,
+    prepare,
+    prepare_rows,
+)
 from ranks import MODEL, job
 
 import config
-from config.reading import defaults
 from data import tokenizer
 from data.chat import PlainChat, chat_format
 from data.conversation import BadConversation, parse_messages, read_conversation
 from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
 from data.loss_mask import LossMaskBits
-from scripts import prepare_data
 
 CHATML = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -62,11 +68,6 @@ TEMPLATES = {
 }
 
 
-def said(*contents, first="user"):
-    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
-    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
-
-
 CHATS = [
     said("What is 2 + 2?", "4"),
     said("héllo 日本 🙂", "naïve 漢字 👩‍👩‍👧", "more\n\n lines", "  spaces kept  inside"),
@@ -78,20 +79,10 @@ CHATS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A byte-level BPE, with the special tokens of the templates."""
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: no tokenizer.json")
     home = tmp_path_factory.mktemp("tok")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     texts = [m["content"] for chat in CHATS for m in chat] + ["user assistant"]
-    made.train_from_iterator(texts * 9, trainer)
-    made.save(str(home / "tokenizer.json"))
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    byte_level_bpe(texts * 9, 400, special).save(str(home / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (home / "tokenizer_config.json").write_text(json.dumps(names))
     return home
@@ -122,9 +113,8 @@ def conversation(messages):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, name):
+def test_tokens_and_mask_are_those_of_transformers(transformers, folder, tmp_path, name):
     """transformers is told by {% generation %} what counts; we find it ourselves, and read the marks too."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     plain, marked = TEMPLATES[name]
     homes = [with_template(folder, tmp_path / "a", plain), with_template(folder, tmp_path / "b", marked)]
     homes.append(with_template(folder, tmp_path / "c", plain, inside=True))
@@ -175,7 +165,7 @@ def test_a_file_that_pads_and_cuts_gives_whole_texts(folder, tmp_path, template)
 
 
 @pytest.mark.parametrize("name", [*TEMPLATES, None])
-def test_of_what_is_all_written_nothing_is_noted(folder, tmp_path, name):
+def test_a_record_that_is_written_whole_has_no_notes(folder, tmp_path, name):
     for number, template in enumerate(TEMPLATES.get(name, [None])):
         home = with_template(folder, tmp_path / f"{number}", template) if template else "bytes"
         form = chat_format(tokenizer.load_tokenizer(home))
@@ -183,13 +173,14 @@ def test_of_what_is_all_written_nothing_is_noted(folder, tmp_path, name):
 
 
 def test_masks_are_the_same_with_the_librarys_offsets(folder, tmp_path):
-    """Which are asked for where text is changed, here by a normalizer in the second conversation."""
+    """They are asked for where text is changed, here by a normalizer in the second conversation."""
     home = with_template(folder, tmp_path / "t", TEMPLATES["chatml"][0])
     spec = json.loads((home / "tokenizer.json").read_text())
     spec["normalizer"] = {"type": "NFC"}
     (home / "tokenizer.json").write_text(json.dumps(spec))
     chats = [[{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]
-             for ask, answer in (("é 🙂", "\n🙂 漢字 "), ("e\u0301e\u0301", "a\u0308 b"), ("a", "<|im_end|> é"))]
+             for ask, answer in (("é 🙂", "\n🙂 漢字 "), ("e\u0301e\u0301", "a\u0308 b"),
+                                 ("a", "<|im_end|> é"))]
     tok = tokenizer.load_tokenizer(home)
     form = chat_format(tok)
     written = [form.write(conversation(chat)) for chat in chats]
@@ -201,8 +192,8 @@ def test_masks_are_the_same_with_the_librarys_offsets(folder, tmp_path):
         assert ours.counted.any()
 
 
-def test_the_plain_format_by_hand():
-    """What counts is the answer, its newline, and the end of the conversation if the answer is last."""
+def test_the_plain_format_counts_answers_and_the_end():
+    """The answer, its newline, and the end of the conversation if the answer is last."""
     tok = tokenizer.load_tokenizer("bytes")
     form = chat_format(tok)
     assert isinstance(form, PlainChat)
@@ -215,25 +206,17 @@ def test_the_plain_format_by_hand():
     assert second.counted.tolist() == [False] * 20 + [True] * 3 + [False] * 10
 
 
-@pytest.mark.parametrize("value, reason", [
-    ("text", "no list of messages"),
-    ([], "no list of messages"),
-    (["text"], "message 1 is not an object"),
-    ([{"content": "x"}], "message 1 has no role"),
-    ([{"role": "user", "content": 3}], r"message 1 \(user\) has no text"),
-    ([{"role": "assistant", "content": "a\0b"}], "has no text"),
-    (said("only a question"), "no message of the assistant"),
-])
-def test_what_is_no_conversation(value, reason):
-    with pytest.raises(BadConversation, match=reason):
-        conversation(value)
-
-
 NOTHING_SAID = "'completion' holds no list of messages"
 NO_PAIRS = "'history' is not a list of pairs of texts"
 
 
 @pytest.mark.parametrize("record, reason", [
+    *(({"messages": value}, "'messages' holds no list of messages") for value in ("text", [])),
+    ({"messages": ["text"]}, "message 1 is not an object"),
+    ({"messages": [{"content": "x"}]}, "message 1 has no role"),
+    ({"messages": [{"role": "user", "content": 3}]}, "message 1 (user) has no text"),
+    ({"messages": [{"role": "assistant", "content": "a\0b"}]}, "message 1 (assistant) has no text"),
+    ({"messages": said("only a question")}, "'messages' has no message of the assistant"),
     ({"prompt": "a\0", "completion": "b"}, "'prompt' has no text"),
     ({"prompt": "a", "completion": "b\0"}, "'completion' has no text"),
     ({"prompt": "a", "chosen": "b\0"}, "'chosen' has no text"),
@@ -273,7 +256,7 @@ def test_the_field_that_cannot_be_read_is_named(record, reason):
     assert str(error.value).startswith(reason)
 
 
-def test_styles_of_messages():
+def test_messages_of_sharegpt_and_of_parts_are_the_same():
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     parts = said("q", "a")
     parts[0]["content"] = [{"type": "text", "text": "q"}]
@@ -313,7 +296,7 @@ def test_a_call_of_which_a_key_is_not_read_is_refused(call, reason):
             conversation(chat)
 
 
-def test_two_keys_of_calls_are_refused():
+def test_a_message_with_two_keys_of_calls_is_refused():
     call = {"name": "f", "arguments": {}}
     both = {"role": "assistant", "content": "", "tool_calls": [call], "function_call": {**call, "name": "g"}}
     with pytest.raises(BadConversation, match="message 2 .* tool_calls and function_call; keep one"):
@@ -322,21 +305,10 @@ def test_two_keys_of_calls_are_refused():
 
 # ---- the command -------------------------------------------------------------------------------------------
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def many(count=40):
     rng = np.random.default_rng(0)
     letters = lambda size: "".join(map(chr, rng.integers(97, 123, size)))
     return [said(letters(rng.integers(1, 30)), letters(rng.integers(1, 30))) for _ in range(count)]
-
-
-def prepare(rows, home, out, *words):
-    source = write_jsonl(out.with_suffix(".jsonl"), rows)
-    command = ["--input", source, "--tokenizer", str(home), "--out", str(out), "--chat"]
-    return prepare_data.main([*command, *words])
 
 
 def test_a_path_to_the_messages_reads_what_stands_beside_them():
@@ -354,14 +326,15 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
     """Shards by several workers give the same files; the mask goes through windows, documents and a blend."""
     home = with_template(folder, tmp_path / "t", CHATML)
     rows = many()
-    assert prepare([{"messages": m} for m in rows], home, tmp_path / "a", "--workers", "1") == 0
+    assert prepare_rows([{"messages": m} for m in rows], home, tmp_path / "a", "--chat") == 0
     assert "the template of chat_template.jinja; the loss counts" in capsys.readouterr().out
     assert (tmp_path / "a.tokenizer" / "chat_template.jinja").read_text() == CHATML
     names = {"user": "human", "assistant": "gpt"}
     share = []
     for chat in rows:
         share.append({"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in chat]})
-    assert prepare(share, home, tmp_path / "b", "--jsonl-key", "conversations", "--workers", "2") == 0
+    words = ["--jsonl-key", "conversations", "--workers", "2"]
+    assert prepare_rows(share, home, tmp_path / "b", "--chat", *words) == 0
     for end in (".bin", ".idx", ".mask", ".mask.crc"):
         assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes(), end
     said = [json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab"]
@@ -382,7 +355,7 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
             writer.add(chat.ids)
         writer.finish(tokenizer.load_tokenizer(home), 1)
     for doc_mask in (False, True):
-        cfg = settings(f"0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'plain'}", doc_mask)
+        cfg = loader_config(f"0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'plain'}", 24, doc_mask=doc_mask)
         loader = open_loader(cfg, "train", 0, 1)
         starts = {data.document_start(number) for number in range(data.documents)}
         for step in range(3):
@@ -400,34 +373,26 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
         assert torch.cat([batch.targets for half in halves for batch in half]).equal(targets)
 
 
-def settings(path, doc_mask=False, seq_len=24):
-    return replace(
-        defaults(),
-        data=config.DataConfig(path=path, doc_mask=doc_mask),
-        train=config.TrainConfig(steps=1, seq_len=seq_len, micro_batch=1, global_batch=4),
-    )
-
-
 @pytest.mark.parametrize("row, words, reason", [
     ({"text": "x"}, [], "no messages under 'messages'"),
     ({"messages": [{"role": "tool", "content": "x"}, *said("a", "b")]}, ["brackets"], "only user and"),
     ({"messages": said("a", "b")}, ["--no-append-eod"], "--no-append-eod"),
-    ({"messages": said("a", "b")}, ["{% for"], "its chat template is not one"),
+    ({"messages": said("a", "b")}, ["{% for"], "its chat template is invalid"),
 ])
-def test_one_line_for_what_is_wrong(folder, tmp_path, capsys, row, words, reason):
+def test_a_wrong_record_or_template_is_one_line(folder, tmp_path, capsys, row, words, reason):
     template = {"brackets": BRACKETS, "{% for": "{% for"}.get("".join(words), CHATML)
     home = with_template(folder, tmp_path / "t", template)
     options = [word for word in words if word.startswith("--")]
-    assert prepare([{"messages": said("a", "b")}, row], home, tmp_path / "a", *options) == 2
+    assert prepare_rows([{"messages": said("a", "b")}, row], home, tmp_path / "a", "--chat", *options) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert len(lines) == 1 and reason in lines[0]
     assert not (tmp_path / "a.idx").exists()
 
 
-def test_text_files_are_no_conversations(tmp_path, capsys):
+def test_text_files_are_not_conversations(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("x")
-    words = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "a")]
-    assert prepare_data.main([*words, "--chat"]) == 2
+    words = ["--input", tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "a"]
+    assert prepare(*words, "--chat") == 2
     assert "not text" in capsys.readouterr().err
 
 
@@ -439,12 +404,12 @@ def test_a_template_beside_a_sentencepiece_model_is_not_ignored(tmp_path, capsys
     tokenizer.train_bpe([f"some text of a corpus {number}" for number in range(99)], 300,
                         home / "tokenizer.model")
     (home / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert prepare([{"messages": said("a", "b")}], home, tmp_path / "a") == (2 if named else 0)
+    assert prepare_rows([{"messages": said("a", "b")}], home, tmp_path / "a", "--chat") == (2 if named else 0)
     told = "has a chat template, which needs a tokenizer.json beside it"
     assert (told in capsys.readouterr().err) == bool(named)
     (home / "tokenizer_config.json").unlink()
     (home / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert prepare([{"messages": said("a", "b")}], home, tmp_path / "b") == 2
+    assert prepare_rows([{"messages": said("a", "b")}], home, tmp_path / "b", "--chat") == 2
     assert told in capsys.readouterr().err
 
 
@@ -472,9 +437,8 @@ OTHER = {"content": "</s>", "lstrip": False, "rstrip": False, "normalized": Fals
     ({"image_token": "<s>"}, {"image_token": "</s>"}),
     ({"added_tokens_decoder": {}}, {"bos_token": "</s>", "image_token": "</s>"}),
 ], ids=range(19))
-def test_names_for_a_template_are_those_of_transformers(folder, tmp_path, settings, of_map):
+def test_names_for_a_template_are_those_of_transformers(transformers, folder, tmp_path, settings, of_map):
     """Those of the model's own too, and those of special_tokens_map.json."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     source = "{{ bos_token }}+{{ image_token }}+{{ boi }}+{{ think_token }}+{{ messages[0].content }}"
     home = with_template(folder, tmp_path / "t", source)
     (home / "special_tokens_map.json").write_text(json.dumps(of_map))
@@ -484,25 +448,25 @@ def test_names_for_a_template_are_those_of_transformers(folder, tmp_path, settin
     form = chat_format(tokenizer.load_tokenizer(home))
     assert form.names == theirs.special_tokens_map
     want = theirs.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    assert form.invite([{"role": "user", "content": "a"}]) == want
+    assert form.render_turn_start([{"role": "user", "content": "a"}]) == want
 
 
 # ---- the mask as a file ------------------------------------------------------------------------------------
 
-def test_bits_in_parts_of_any_size():
+def test_a_mask_is_written_in_parts_of_any_size():
     rng = np.random.default_rng(0)
     for size in (1, 7, 8, 9, 1000):
         mask = rng.random(size) < 0.5
         bits, content = LossMaskBits(), b""
         for part in np.split(mask, np.sort(rng.integers(0, size + 1, 5))):
-            content += bits.bytes_of(part)
+            content += bits.get_bytes(part)
         content += bits.last_bytes()
         found = np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little")[:size]
         assert found.tolist() == mask.tolist()
         assert (bits.tokens, bits.counted, len(content)) == (size, mask.sum(), -(-size // 8))
 
 
-def test_a_flipped_bit_a_lost_file_and_a_stale_one(tmp_path):
+def test_a_mask_that_is_flipped_lost_or_stale_is_noticed(tmp_path):
     rng = np.random.default_rng(1)
     ids = rng.integers(0, 256, 8 * BLOCK + 999)  # a block of the mask, and a part of one
     mask = rng.random(len(ids)) < 0.3
@@ -537,56 +501,31 @@ def test_a_flipped_bit_a_lost_file_and_a_stale_one(tmp_path):
 
 # ---- training ----------------------------------------------------------------------------------------------
 
-def bytes_corpus(home, rows=None):
-    assert prepare([{"messages": chat} for chat in rows or many(60)], "bytes", home / "chat") == 0
-    return str(home / "chat")
-
-
-def losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row], [
-        row["val_loss"] for row in rows if "val_loss" in row
-    ]
-
-
-LAYOUTS = (
-    "--parallel.zero 1",
-    "--parallel.cp 2",
-    "--parallel.pp 2 --train.micro_batch 2",
-    "--parallel.tp 2",
-)
+LAYOUTS = ("--parallel.zero 1", "--parallel.cp 2", "--parallel.pp 2 --train.micro_batch 2", "--parallel.tp 2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("doc_mask", ["false", "true"])
 def test_every_layout_trains_the_same(tmp_path, doc_mask):
-    """fp64: two ranks like one, in losses, gradient norms and validation; and after a resume."""
-    words = ["llama3-tiny", *MODEL, "--data.path", bytes_corpus(tmp_path), "--data.doc_mask", doc_mask,
-             "--train.dtype", "fp64", "--train.steps", "3", "--data.split", "70,30",
-             "--train.seq_len", "64", "--log.dir", str(tmp_path)]  # which holds a question and its answer
-    alone = job(tmp_path / "one", 1, [*words, "--log.name", "one"])
-    assert alone.codes == [0], alone.logs
-    want, want_valid = losses(tmp_path / "one")
-    assert len(want) == 3 and len(want_valid) >= 1
-    for number, layout in enumerate(LAYOUTS):
-        name = f"two{number}"
-        end = job(tmp_path / name, 2, [*words, "--log.name", name, *layout.split()])
-        assert end.codes == [0, 0], end.logs
-        found, found_valid = losses(tmp_path / name)
-        np.testing.assert_allclose(found, want, rtol=1e-9, err_msg=layout)
-        np.testing.assert_allclose(found_valid, want_valid, rtol=1e-9, err_msg=layout)
+    """And the mask counts: the same tokens without one train otherwise."""
+    rows = [{"messages": chat} for chat in many(60)]
+    assert prepare_rows(rows, "bytes", tmp_path / "chat", "--chat") == 0
+    words = ["llama3-tiny", *MODEL, "--data.path", str(tmp_path / "chat"), "--data.doc_mask", doc_mask,
+             "--train.steps", "3", "--data.split", "70,30",
+             "--train.seq_len", "64"]  # which holds a question and its answer
+    losses = check_layouts(tmp_path, words, LAYOUTS)
+    assert len(losses) == 3 and metrics(tmp_path / "r0", "val_loss")
 
-    # the mask counts: the same tokens without one train otherwise
     for end in (".mask", ".mask.crc", ".json", ".crc"):
         (tmp_path / f"chat{end}").unlink()
-    assert job(tmp_path / "all", 1, [*words, "--log.name", "all"]).codes == [0]
-    assert abs(losses(tmp_path / "all")[0][0][0] - want[0][0]) > 1e-4
+    alone = [*words, "--train.dtype", "fp64", "--log.dir", str(tmp_path), "--log.name", "all"]
+    assert job(tmp_path / "all", 1, alone).codes == [0]
+    assert abs(metrics(tmp_path / "all", "loss")[0] - losses[0]) > 1e-4
 
 
-def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
+def test_the_loss_is_that_of_transformers_with_labels(transformers, folder, tmp_path):
     """A Llama of transformers, imported and run by us on what the loader reads; its labels are -100 where the
     marks of its own template say that a token does not count."""
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     from checkpoint.trained import load_run
     from scripts import convert
 
@@ -605,22 +544,20 @@ def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
     assert template_kept == CHATML
 
     rows = many(20)
-    assert prepare([{"messages": chat} for chat in rows], tmp_path / "run" / "tokenizer", tmp_path / "a") == 0
+    conversations = [{"messages": chat} for chat in rows]
+    assert prepare_rows(conversations, tmp_path / "run" / "tokenizer", tmp_path / "a", "--chat") == 0
     reference = transformers.AutoTokenizer.from_pretrained(home)
     ids, labels, starts = [], [], []
     for chat in rows:
         starts.append(len(ids))
         told = reference.apply_chat_template(
-            chat,
-            chat_template=CHATML_MARKED,
-            return_assistant_tokens_mask=True,
-            return_dict=True,
+            chat, chat_template=CHATML_MARKED, return_assistant_tokens_mask=True, return_dict=True,
             tokenize=True,
         )
         ids += told["input_ids"]
         labels += [x if m else -100 for x, m in zip(told["input_ids"], told["assistant_masks"])]
 
-    loader = open_loader(settings(str(tmp_path / "a"), seq_len=96), "train", 0, 1)
+    loader = open_loader(loader_config(tmp_path / "a", seq_len=96), "train", 0, 1)
     ours = load_run(str(tmp_path / "run"), torch.device("cpu"), "fp64")
     batches = loader.microbatches(0)
     places = [first for _, _, first in loader._locate_samples(0, 4)]

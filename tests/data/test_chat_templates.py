@@ -6,15 +6,13 @@ import copy
 import json
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from chat_table import CONVERSATIONS, OWN, WEATHER, published, said, templates, tokenizer_folder, verdict
+from prepared_data import get_text, loader_config, prepare_rows, write_jsonl
 
-import config
-from config.reading import defaults
 from data.chat import chat_format
 from data.conversation import BadConversation, read_conversation
 from data.documents import plan_units, read_piece
@@ -33,8 +31,8 @@ PUBLISHED = published() or [pytest.param("none", marks=NOT_INSTALLED)]
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_our_own_are_right(tmp_path, name):
-    """Each kind of conversation has the text and the marks of transformers, or is refused with its reason."""
+def test_a_template_of_ours_writes_or_refuses_each_kind_of_conversation(tmp_path, name):
+    """With the text and the marks of transformers, or with the reason."""
     home = tokenizer_folder(tmp_path, templates()[name])
     cells = [verdict(home, name, record)[0] for record in CONVERSATIONS.values()]
     assert not [cell for cell in cells if cell.startswith("!")], cells
@@ -57,7 +55,7 @@ def word(rng):
     return letters + rng.choice(["", '"', "\n", "é", "\\"]) + "z"
 
 
-def record_of(rng):
+def get_part_record(rng):
     """A record with what records have, and the words that must be trained."""
     words = []
 
@@ -99,24 +97,15 @@ def record_of(rng):
     return record, words
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.slow(core=[*OWN])
+@pytest.mark.parametrize("name", [*OWN, *PUBLISHED])
 def test_every_string_is_trained_or_the_record_is_refused(tmp_path, name):
-    check_every_string(tmp_path, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_string_is_trained_by_published_ones(tmp_path, name):
-    check_every_string(tmp_path, name)
-
-
-def check_every_string(tmp_path, name):
     """Words are random, so that the text has one only if the template wrote it."""
     home = tokenizer_folder(tmp_path, templates()[name])
     chat = chat_format(load_tokenizer(home))
     kept = 0
     for seed in range(24):
-        record, words = record_of(random.Random(seed))
+        record, words = get_part_record(random.Random(seed))
         try:
             written = chat.write(read_conversation(record))
         except BadConversation as error:
@@ -146,10 +135,7 @@ def test_arguments_of_any_kind_are_written_as_they_are(tmp_path):
 # ---- from a file -------------------------------------------------------------------------------------------
 
 def prepare(rows, home, out, *words):
-    source = out.with_suffix(".jsonl")
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["--input", str(source), "--tokenizer", str(home), "--out", str(out), "--chat"]
-    return prepare_data.main([*command, "--workers", "1", *words])
+    return prepare_rows(rows, home, out, "--chat", *words)
 
 
 def read_back(home, out):
@@ -160,7 +146,7 @@ def read_back(home, out):
     return theirs.decode(ids), theirs.decode(ids[counted])
 
 
-def test_tools_and_calls_of_a_file(tmp_path, capsys):
+def test_tools_and_calls_of_a_file_are_written(tmp_path, capsys):
     home = tokenizer_folder(tmp_path / "t", templates()["thoughts"])
     record = {"id": 7, **copy.deepcopy(CONVERSATIONS["call"])}
     record["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Pa\\"ris"}'  # OpenAI's way
@@ -186,7 +172,7 @@ def test_a_key_of_a_message_that_is_not_read_is_named(tmp_path, capsys, name):
     assert "'name' of messages is not read (2 records)" in out  # of who speaks; that of a tool is at its call
 
 
-def test_reasoning_that_the_template_leaves_out(tmp_path, capsys):
+def test_reasoning_that_the_template_leaves_out_is_refused_or_dropped(tmp_path, capsys):
     home = tokenizer_folder(tmp_path / "t", templates()["thoughts"])
     record = CONVERSATIONS["think twice"]
     assert prepare([record], home, tmp_path / "a") == 2
@@ -244,14 +230,14 @@ def test_reasoning_that_the_invitation_opens_may_be_left_out(tmp_path):
     assert "hm 1" not in text and "assistant\nso<" in text
 
 
-def test_the_date_is_told(tmp_path, capsys):
+def test_a_template_is_told_the_date_and_the_user_which(tmp_path, capsys):
     home = tokenizer_folder(tmp_path / "t", templates()["dated"])
     for words, day in (([], "2025-01-01"), (["--date", "2026-05-04"], "2026-05-04")):
         assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", *words) == 0
         assert f"told the date {day}" in capsys.readouterr().out
         assert f"Current date: {day}" in read_back(home, tmp_path / "a")[0]
     assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "May") == 2
-    assert "--date: May is not a day" in capsys.readouterr().err
+    assert "--date: May is not a date" in capsys.readouterr().err
     home = tokenizer_folder(tmp_path / "q", templates()["thoughts"])
     assert prepare([CONVERSATIONS["one turn"]], home, tmp_path / "a", "--date", "2026-05-04") == 2
     assert "asks for no date" in capsys.readouterr().err
@@ -274,7 +260,7 @@ def test_a_message_makes_no_control_token(tmp_path, message):
         assert np.count_nonzero(data.read(0, data.tokens) == start) == 2
 
 
-def test_tokens_that_are_not_special_neither(tmp_path, capsys):
+def test_a_message_makes_no_added_token_that_is_not_special(tmp_path, capsys):
     home = tokenizer_folder(tmp_path / "t", templates()["turns"])
     tok = load_tokenizer(home)
     added = json.loads((home / "tokenizer.json").read_text())["added_tokens"]
@@ -305,8 +291,7 @@ def test_nulls_that_a_table_adds_are_no_arguments(tmp_path, kind):
     path = tmp_path / "set" / "x.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     if kind == "jsonl":
-        path = tmp_path / "x.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path = write_jsonl(tmp_path / "x.jsonl", rows)
 
     template = templates()["thoughts"] + "{% if mood is defined %}mood {{ mood }}{% endif %}{{ style }}"
     chat = chat_format(load_tokenizer(tokenizer_folder(tmp_path / "t", template)))
@@ -354,8 +339,8 @@ def test_nulls_that_a_table_adds_are_no_arguments(tmp_path, kind):
        "user: a\nassistant: b\nuser: c\nassistant: d\n", "d\n")
       for mark in ({"masked": True}, {"train_on_turn": False})),
 ])
-def test_forms_of_records(tmp_path, record, text, counted):
-    """What is counted by hand, without the token that ends the document."""
+def test_each_form_of_a_record_has_this_text_and_what_counts(tmp_path, record, text, counted):
+    """By hand, without the token that ends the document."""
     assert prepare([record], "bytes", tmp_path / "a") == 0
     data = IndexedDataset(tmp_path / "a")
     ids = data.read(0, data.tokens)
@@ -366,7 +351,7 @@ def test_forms_of_records(tmp_path, record, text, counted):
 @pytest.mark.parametrize("record, reason", [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "message 1 (user) holds image_url, and only text is read"),
-    ({"messages": said("a", "b"), "images": ["x.png"]}, "'images' holds what is not text"),
+    ({"messages": said("a", "b"), "images": ["x.png"]}, "'images' holds something other than text"),
     ({"messages": said("a", "b"), "tools": [WEATHER]}, "the plain format cannot write its tools"),
     ({"messages": [*said("a"), {"role": "assistant", "content": "b", "reasoning": "c"}]},
      "cannot write its reasoning_content"),
@@ -381,7 +366,7 @@ def test_forms_of_records(tmp_path, record, text, counted):
     ({"prompt": said("a", "b", "c"), "chosen": said("a", "b")}, "'prompt' is not its beginning"),
     ({"instruction": "a", "output": 3}, "'output' has no text"),
 ])
-def test_one_line_for_a_record_that_cannot_be_read(tmp_path, capsys, record, reason):
+def test_a_record_that_cannot_be_read_is_refused_with_its_line(tmp_path, capsys, record, reason):
     assert prepare([record], "bytes", tmp_path / "a") == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and reason in lines[0] and "a.jsonl:1: " in lines[0]
@@ -452,7 +437,7 @@ def test_a_setting_makes_no_control_token(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, reader", [("bytes", "the plain format"), ("set", "the chat template")])
-def test_a_setting_that_is_not_read(tmp_path, capsys, name, reader):
+def test_a_setting_that_is_not_read_is_named_or_refused(tmp_path, capsys, name, reader):
     home = "bytes" if name == "bytes" else tokenizer_folder(tmp_path / "t", SET)
     settings = {"thinks": False, "none": [], "no": None}
     record = {"messages": said("ask", "so"), "chat_template_kwargs": settings}
@@ -498,9 +483,8 @@ def test_the_next_command_keeps_conversations_whole(tmp_path, capsys):
     assert "the longest has 100 tokens: train.seq_len 99" in re.sub(r"\s+", " ", out)
     assert command[2:] == ["--data.pack", "best_fit", "--data.doc_mask", "true"]
 
-    data = config.DataConfig(path=str(tmp_path / "a"), pack=command[3], doc_mask=True)
-    train = config.TrainConfig(steps=1, seq_len=128, micro_batch=1, global_batch=4)
-    batches = open_loader(replace(defaults(), data=data, train=train), "train", 0, 1).microbatches(0)
+    cfg = loader_config(tmp_path / "a", 128, pack=command[3], doc_mask=True)
+    batches = open_loader(cfg, "train", 0, 1).microbatches(0)
     for batch in batches:
         text = bytes(id for id in batch.tokens[0].tolist() if id < 256).decode()
         assert text.startswith("user: a") and re.fullmatch("(user: a+\nassistant: b+\n)*", text)
@@ -512,7 +496,7 @@ def test_the_next_command_keeps_conversations_whole(tmp_path, capsys):
                   "user: ccc\nassistant: CCC\nuser: ddd\nassistant: DDD\n"]),
     ("anywhere", 0, None),
 ])
-def test_long_conversations(tmp_path, capsys, long, code, texts):
+def test_a_long_conversation_is_refused_or_cut_where_it_is_said(tmp_path, capsys, long, code, texts):
     rows = [{"messages": four_turns()}, {"messages": said("a", "b")}]
     words = ["--seq-len", "52", "--long", long]
     assert prepare(rows, "bytes", tmp_path / "a", *words) == code
@@ -526,8 +510,7 @@ def test_long_conversations(tmp_path, capsys, long, code, texts):
     data = IndexedDataset(tmp_path / "a")
     assert data.documents == {"refuse": 1, "turns": 3, "anywhere": 2}[long]
     for number, text in enumerate(texts or ()):
-        ids = data.read(data.document_start(number), data.document_start(number + 1))
-        assert bytes(id for id in ids.tolist() if id < 256).decode() == text
+        assert get_text(data, data.document_start(number), data.document_start(number + 1)) == text
 
 
 @pytest.mark.parametrize("pack", ["best_fit", "stream"])
@@ -536,9 +519,8 @@ def test_an_answer_whose_question_is_cut_away_does_not_count(tmp_path, pack):
     rows = [{"messages": said(*(f"{letter}{letter}", letter.upper() * 9) * 3)}
             for letter in "abcdefghijklmnop"]
     assert prepare(rows, "bytes", tmp_path / "a") == 0
-    data = config.DataConfig(path=str(tmp_path / "a"), pack=pack, doc_mask=True)
-    train = config.TrainConfig(steps=1, seq_len=40, micro_batch=1, global_batch=16)
-    batches = open_loader(replace(defaults(), data=data, train=train), "train", 0, 1).microbatches(0)
+    cfg = loader_config(tmp_path / "a", 40, global_batch=16, pack=pack, doc_mask=True)
+    batches = open_loader(cfg, "train", 0, 1).microbatches(0)
     counted = 0
     for batch in batches:
         tokens, targets = batch.tokens[0].tolist(), batch.targets[0].tolist()

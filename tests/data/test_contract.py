@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from prepared_data import byte_level_bpe, prepare_rows
 from ranks import MODEL
 
 import train
@@ -12,7 +13,7 @@ from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDataset, IndexedDatasetWriter
 from runtime.failure import fail_cleanly
-from scripts import convert, evaluate, generate, prepare_data
+from scripts import convert, evaluate, generate
 
 ENDS = ("<|endoftext|>", "<|im_end|>", "</s>", "<pad>")
 
@@ -20,13 +21,7 @@ ENDS = ("<|endoftext|>", "<|im_end|>", "</s>", "<pad>")
 def make_folder(home, settings, added=ENDS, special=True):
     """A byte-level tokenizer.json with 256 bytes and `added`, and {file: its content} beside it."""
     home.mkdir(exist_ok=True)
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=256, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator(["ab"], trainer)
+    made = byte_level_bpe(["ab"])
     made.add_tokens([tokenizers.AddedToken(name, special=special, normalized=False) for name in added])
     made.save(str(home / "tokenizer.json"))
     for name, content in settings.items():
@@ -40,10 +35,7 @@ def ids_of(home):
 
 def prepared(tmp_path, home, *more, texts=("one text", "another")):
     """The exit code of prepare_data on `texts`."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "in.jsonl").write_text(lines)
-    words = ["--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out", "--workers", 1]
-    return prepare_data.main([str(word) for word in [*words, *more]])
+    return prepare_rows([{"text": text} for text in texts], home, tmp_path / "out", *more)
 
 
 def run_words(tmp_path, path, *more):
@@ -84,13 +76,13 @@ DIFFER = {
 def settings_of(home, said):
     """{file: content}: names where files write names, ids where they write ids."""
     make_folder(home, {})
-    id_of = ids_of(home)
+    get_id = ids_of(home)
 
     def content(file, value):
         if isinstance(value, dict):
             return {key: content(file, inner) for key, inner in value.items()}
         if file in (CONFIG, GENERATION):
-            ids = [id_of(name) for name in value] if isinstance(value, list) else id_of(value)
+            ids = [get_id(name) for name in value] if isinstance(value, list) else get_id(value)
             return {"eos_token_id": ids}
         return {"eos_token": {"content": value} if file.startswith("special") else value}
 
@@ -98,7 +90,7 @@ def settings_of(home, said):
 
 
 @pytest.mark.parametrize("name", AGREE)
-def test_files_that_agree(tmp_path, capsys, name):
+def test_files_that_agree_say_what_ends_a_document(tmp_path, capsys, name):
     said, end = AGREE[name]
     home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", said))
     assert prepared(tmp_path, home) == 0
@@ -114,23 +106,23 @@ def test_files_that_agree(tmp_path, capsys, name):
 @pytest.mark.parametrize("name", DIFFER)
 def test_files_that_differ_are_refused_until_the_user_chooses(tmp_path, capsys, name):
     home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", DIFFER[name]))
-    id_of = ids_of(home)
+    get_id = ids_of(home)
     assert prepared(tmp_path, home) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "--eod" in told and "data.eod" in told
     assert sum(file in told for file in DIFFER[name]) >= 2
     assert not (tmp_path / "out.idx").exists()
 
-    for choice in ("<|endoftext|>", id_of("</s>")):
+    for choice in ("<|endoftext|>", get_id("</s>")):
         assert prepared(tmp_path, home, "--eod", choice) == 0
-        want = id_of(choice) if isinstance(choice, str) else choice
+        want = get_id(choice) if isinstance(choice, str) else choice
         assert f"(id {want})" in capsys.readouterr().out
         assert IndexedDataset(tmp_path / "out").document(0)[-1] == want
         kept = tokenizer.load_tokenizer(tmp_path / "out.tokenizer")  # the copy has no contradiction
         assert kept.eod == want
 
 
-def test_raw_ids_with_such_a_folder(tmp_path):
+def test_raw_ids_with_a_folder_that_contradicts_itself_need_data_eod(tmp_path):
     home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", DIFFER["a-default-config"]))
     end = ids_of(home)("<|endoftext|>")
     ids = np.full(4000, 65, "<u2")
@@ -155,16 +147,13 @@ def test_a_run_refuses_another_end_than_that_of_its_data(tmp_path):
     assert train.main(run_words(tmp_path, tmp_path / "out", "--data.eod", "</s>")) == 0
 
 
-@pytest.mark.parametrize(
-    "settings, told",
-    [
-        ({CONFIG: {"eos_token_id": 50256}}, "config.json: eos_token_id 50256 .* ids 0 to 259"),
-        ({CONFIG: {"eos_token_id": -1}}, "config.json: eos_token_id -1"),
-        ({TOKENIZER: {"eos_token": "<|nothing|>"}}, "tokenizer_config.json: eos_token '<|nothing|>'"),
-        ({}, "several tokens that may end a document.*'<|endoftext|>'.*'</s>'.*--eod"),
-    ],
-)
-def test_an_end_that_is_not_there(tmp_path, capsys, settings, told):
+@pytest.mark.parametrize("settings, told", [
+    ({CONFIG: {"eos_token_id": 50256}}, "config.json: eos_token_id 50256 .* ids 0 to 259"),
+    ({CONFIG: {"eos_token_id": -1}}, "config.json: eos_token_id -1"),
+    ({TOKENIZER: {"eos_token": "<|nothing|>"}}, "tokenizer_config.json: eos_token '<|nothing|>'"),
+    ({}, "several tokens that may end a document.*'<|endoftext|>'.*'</s>'.*--eod"),
+])
+def test_an_end_that_is_not_there_is_refused(tmp_path, capsys, settings, told):
     """It was taken, and the model grew by 50,000 rows; or it was passed over without a word."""
     home = make_folder(tmp_path / "t", settings)
     assert prepared(tmp_path, home) == 2
@@ -177,14 +166,14 @@ def test_an_end_that_is_not_there(tmp_path, capsys, settings, told):
 
 
 @pytest.mark.parametrize("choice", ["<|nothing|>", "260", "-1", "a"])
-def test_a_choice_that_ends_nothing(tmp_path, capsys, choice):
+def test_a_choice_that_ends_nothing_is_refused(tmp_path, capsys, choice):
     """Not there, out of range, or what text makes."""
     home = make_folder(tmp_path / "t", settings_of(tmp_path / "t", AGREE["llama2"][0]))
     assert prepared(tmp_path, home, f"--eod={choice}") == 2
     assert capsys.readouterr().err.startswith("error: --eod: ")
 
 
-def test_a_sentencepiece_model_and_the_files_beside_it(tmp_path, capsys):
+def test_a_sentencepiece_model_and_a_file_beside_it_must_agree(tmp_path, capsys):
     tokenizer.train_bpe(["some words to learn from, and more"] * 9, 280, tmp_path / "tokenizer.model")
     (tmp_path / CONFIG).write_text(json.dumps({"eos_token_id": 7}))
     assert prepared(tmp_path, tmp_path / "tokenizer.model") == 2
@@ -245,7 +234,7 @@ def test_ids_with_holes_are_all_of_the_vocabulary(tmp_path):
 
 @pytest.mark.parametrize("place", [5, 199_990])
 @pytest.mark.parametrize("value, kind", [(-3, "<i4"), (300, "<i4"), (300, "<u2")])
-def test_ids_that_are_none_are_refused_before_the_first_step(tmp_path, place, value, kind):
+def test_ids_out_of_range_are_refused_before_the_first_step(tmp_path, place, value, kind):
     """In Megatron's files, and in raw ones: with place and value, wherever they stand."""
     ids = np.full(200_000, 65, kind)
     ids[place] = value
@@ -279,9 +268,8 @@ def test_a_large_file_is_sampled_and_the_run_says_so(tmp_path, monkeypatch, caps
 
 
 @pytest.fixture
-def published(tmp_path):
+def published(transformers, tmp_path):
     """A model of transformers beside such a tokenizer: LlamaConfig's default end, 2, is a plain letter."""
-    transformers = pytest.importorskip("transformers")
     home = make_folder(tmp_path / "hf", {TOKENIZER: {"eos_token": "<|endoftext|>"}})
     small = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
     made = transformers.LlamaConfig(vocab_size=260, max_position_embeddings=64, **small)
@@ -318,7 +306,7 @@ def test_one_choice_goes_in_and_out_of_an_imported_model(tmp_path, capsys, publi
 
 
 def test_a_folder_that_is_corrected_after_a_failed_start_is_read_again(tmp_path, capsys):
-    """What a file beside tokenizer.json says, which changes no id of text; the input stays as it is."""
+    """A correction beside tokenizer.json changes no id of text; the input stays as it is."""
     home = make_folder(tmp_path / "t", {TOKENIZER: {"eos_token": "</s>", "bos_token": "</s>"}})
     (tmp_path / "bad.jsonl").write_text('{"text": "one text"}\nbroken\n')
     assert prepared(tmp_path, home, "--input", tmp_path / "bad.jsonl") == 2

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from prepared_data import prepare_rows
 from test_contract import make_folder, prepared
 from tokenizer_table import control_tokens, made_by_text
 
 from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDataset
-from scripts import prepare_data
 
 MARKS = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "[TOOL_CALLS]", "<|fim_prefix|>", "</s>")
 WORDS = ("  ", "<table>", "\n\n")  # added, and text all the same: of Gemma, Phi
@@ -48,7 +48,7 @@ def model_folder(home):
 
 
 @pytest.mark.parametrize("kind", ["json", "json-special", "model"])
-def test_documents(tmp_path, kind):
+def test_a_document_makes_no_control_token(tmp_path, kind):
     home = tmp_path / "t"
     home = model_folder(home) if kind == "model" else json_folder(home, special=kind == "json-special")
     assert prepared(tmp_path, home, texts=[TEXT]) == 0
@@ -62,7 +62,7 @@ def test_documents(tmp_path, kind):
         assert tokenizer.token_id(tok, "<table>") in ids
 
 
-def test_a_model_of_many_marks(tmp_path):
+def test_a_model_of_many_marks_is_loaded_fast(tmp_path):
     """AI21's has 26,089 in 262,144 pieces: each was looked for in the whole file, 74 seconds at each load."""
     home = model_folder(tmp_path / "t")
     content = (home / "tokenizer.model").read_bytes()
@@ -85,7 +85,7 @@ def varint(number):
     return bytes([number] if number < 128 else [number & 127 | 128, number >> 7])
 
 
-def test_a_mark_that_is_a_word_of_the_vocabulary(tmp_path):
+def test_a_mark_that_is_a_word_of_the_vocabulary_is_unknown_in_text(tmp_path):
     """Words between spaces: an end of document is one, too."""
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "</s>": 2, "b": 3}, unk_token="<unk>")
@@ -116,8 +116,8 @@ def installed_tokenizers():
 
 
 @pytest.mark.parametrize("path", [*installed_tokenizers(), "none"])
-def test_published_tokenizers(path):
-    """Of every token that directs a model, the text. Without such a package there is nothing to compare."""
+def test_text_makes_no_control_token_of_a_published_tokenizer(path):
+    """Those that installed packages ship; without such a package there is nothing to compare."""
     if path == "none":
         return
     try:
@@ -132,7 +132,7 @@ def test_published_tokenizers(path):
 
 
 def test_a_control_token_that_a_text_makes_is_found(tmp_path):
-    """Of the table of published tokenizers: one that lets a text through."""
+    """As the table of published tokenizers would show it."""
     tok = tokenizer.load_tokenizer(json_folder(tmp_path / "t", special=True))
     assert control_tokens(tok) and not made_by_text(tok)
     tok.processor.encode_special_tokens = False
@@ -148,9 +148,7 @@ def said(user, assistant, **more):
 
 def chat(tmp_path, home, messages):
     (home / "chat_template.jinja").write_text(TEMPLATE)
-    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    words = ["--chat", "--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out"]
-    return prepare_data.main([str(word) for word in [*words, "--workers", 1]])
+    return prepare_rows([{"messages": messages}], home, tmp_path / "out", "--chat")
 
 
 CALL = {"function": {"name": "f", "arguments": {"a": ["[TOOL_CALLS]"]}}}
@@ -186,7 +184,7 @@ def test_reasoning_that_the_template_reads_is_the_assistant_s(tmp_path, capsys):
     home = json_folder(tmp_path / "t")
     assert chat(tmp_path, home, said("x", "<think>so</think>yes")) == 0
     assert "plain text" not in capsys.readouterr().out
-    id_of = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json")).token_to_id
-    want = [id_of(mark) for mark in ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "</s>")]
+    get_id = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json")).token_to_id
+    want = [get_id(mark) for mark in ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "</s>")]
     ids = IndexedDataset(tmp_path / "out").document(0).tolist()
     assert [token for token in ids if token in want] == want

@@ -42,11 +42,6 @@ WILD = (
 ALPHABET = [*map(chr, range(32, 127)), *"\n\t\r\0\x1béßñ—“”日本語한國אبΩ🇩🇪👍\u0301\u200d\ufeff\U0010ffff"]
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", reason="transformers is not installed")
-
-
 def documents_of(name: str, seed: int) -> list[str]:
     """Wild documents by hand, and drawn ones."""
     rng = random.Random(seed)
@@ -93,7 +88,7 @@ def first_bytes(tokenizer, text: str) -> int:
 
 
 def whole_windows(tokenizer, texts: list[str], extra: int) -> list[str]:
-    """The texts, and one of so many letters that windows of SEQ_LEN fill whole batches. extra: tokens that
+    """The texts, and one more, as long as windows of SEQ_LEN need to fill whole batches. extra: tokens that
     a document has beside those of its text."""
     total = sum(len(their_ids(tokenizer, text)) + extra for text in texts)
     for letters in range(1, 400):
@@ -106,7 +101,7 @@ def whole_windows(tokenizer, texts: list[str], extra: int) -> list[str]:
 @pytest.mark.slow(core=[f"{name}-0" for name in CORE])
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_from_wild_files_to_the_loss(transformers, tmp_path, capsys, name, seed):
+def test_wild_files_have_the_loss_of_transformers(transformers, tmp_path, capsys, name, seed):
     family = FAMILIES[name]
     home = make_tokenizer(name, tmp_path / "tok")
     theirs = transformers.AutoTokenizer.from_pretrained(home)

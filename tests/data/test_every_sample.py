@@ -1,5 +1,4 @@
-"""Through train.train, on every rank: who reads which sample, over epochs and blends; and splits that
-share no document."""
+"""Through train.train, on every rank: who reads which sample, over epochs, blends and a resume."""
 
 import contextlib
 from dataclasses import replace
@@ -15,18 +14,8 @@ from parallel.wire.world import World
 
 SEQ, STEPS = 16, 3
 SMALL = (
-    "--model.layers",
-    "2",
-    "--model.hidden",
-    "16",
-    "--model.mlp.width",
-    "16",
-    "--train.global_batch",
-    "64",
-    "--train.micro_batch",
-    "16",
-    "--eval.sample",
-    "0",
+    "--model.layers", "2", "--model.hidden", "16", "--model.mlp.width", "16", "--train.global_batch", "64",
+    "--train.micro_batch", "16", "--eval.sample", "0",
 )
 
 
@@ -63,14 +52,8 @@ def read(world: World, cfg, folder: str) -> tuple[int, list, list]:
             assert [b.sequence_ids.tolist() for b in what["batches"]] == [
                 list(range(b.sequence_ids[0], b.sequence_ids[0] + 16)) for b in what["batches"]
             ]
-            windows.append(
-                list(
-                    zip(
-                        [r for b in what["batches"] for r in b.sequence_ids.tolist()],
-                        map(tuple, torch.cat(whole).tolist()),
-                    )
-                )
-            )
+            numbers = [r for b in what["batches"] for r in b.sequence_ids.tolist()]
+            windows.append(list(zip(numbers, map(tuple, torch.cat(whole).tolist()))))
             ids.append(seen["data"].sample_ids(step - 1))
             if step == STEPS:
                 seen["data"].close()
@@ -117,9 +100,8 @@ def test_every_rank_reads_its_samples_once(ranks, home, prefix, world, name, mod
     samples = []
     for step in range(STEPS):
         step_windows = [pair for share in sorted(shares) for pair in shares[share][step]]
-        assert [row for row, _ in step_windows] == list(
-            range(64)
-        )  # the place in the global batch, which dropout's masks follow
+        # the place in the global batch, which dropout's masks follow
+        assert [row for row, _ in step_windows] == list(range(64))
         samples += list(zip(told[0][2][step], (window for _, window in step_windows)))
     data = open_loader(cfg, "train", 0, 1)
     data.close()
@@ -132,9 +114,8 @@ def test_every_rank_reads_its_samples_once(ranks, home, prefix, world, name, mod
     assert len(set(rest)) == len(rest) and len({a % SEQ for a in rest}) == 1
     assert len({number for number, _ in samples}) == len(samples)
     for number, window in samples[: data.samples]:
-        assert (
-            where[window] == epoch[0] + number * SEQ
-        )  # the number of a first epoch's sample is that of its window
+        # the number of a first epoch's sample is that of its window
+        assert where[window] == epoch[0] + number * SEQ
     assert starts[: data.samples] != epoch  # and they come in another order
 
 
@@ -144,9 +125,9 @@ def test_a_blend_reads_each_set_once_an_epoch(ranks, home, prefix):
     cfg = settings(prefix, *SMALL, "--train.steps", str(STEPS))
     cfg = replace(cfg, data=replace(cfg.data, path=f"2 {prefix} 1 {other(home)}"))
     (_, left, ids), (_, right, _) = ranks(2).run(read, cfg, str(home / "blend"))
-    samples = [
-        pair for step in range(STEPS) for pair in zip(ids[step], (w for _, w in left[step] + right[step]))
-    ]
+    samples = []
+    for step in range(STEPS):
+        samples += zip(ids[step], (window for _, window in left[step] + right[step]))
     data = open_loader(cfg, "train", 0, 1)
     data.close()
     for d, source in enumerate(data.datasets):
@@ -154,9 +135,7 @@ def test_a_blend_reads_each_set_once_an_epoch(ranks, home, prefix):
         mine = [(number, window) for number, window in samples if number % 2 == d]
         assert abs(len(mine) - len(samples) * (2, 1)[d] / 3) <= 1
         count = (source.split_points[1] - source.split_points[0] - 1) // SEQ
-        starts = [
-            where[window] for _, window in mine
-        ]  # KeyError: a window of the other set, or of another split
+        starts = [where[window] for _, window in mine]  # KeyError: of the other set, or of another split
         n = min(count, len(starts))
         assert len(set(starts[:n])) == n and {a % SEQ for a in starts[:n]} == {starts[0] % SEQ}
         assert len({number for number, _ in mine}) == len(mine)
@@ -196,24 +175,3 @@ def test_a_resume_reads_what_an_unbroken_run_reads(ranks, home, prefix):
         assert all(list(part) == [3, 4] for part in parts)
         assert all(sum((part[step] for part in parts), []) == whole[step] for step in (3, 4))
     assert len({window for step in whole.values() for window in step}) > 2 * 64
-
-
-def test_no_document_is_in_two_splits(home):
-    """Every document has letters of its own. All of a split's windows, of several epochs, are of that
-    split's documents."""
-    tok = tokenizer.load_tokenizer("bytes")
-    with IndexedDatasetWriter(home / "own", tok.vocab) as w:
-        for i in range(200):
-            w.add([i] * 17 + [tok.eod])
-        w.finish(tok, 1)
-    cfg = settings(str(home / "own"), *SMALL, data={"split": "6,3,1"})
-    seen = {}
-    for split in ("train", "valid", "test"):
-        data = open_loader(cfg, split, 0, 1)
-        found = {int(t) for step in range(12) for b in data.microbatches(step) for t in b.tokens.unique()} - {
-            tok.eod
-        }
-        data.close()
-        seen[split] = found
-    assert not (seen["train"] & seen["valid"] or seen["train"] & seen["test"] or seen["valid"] & seen["test"])
-    assert [len(seen[split]) for split in ("train", "valid", "test")] == pytest.approx([120, 60, 20], abs=1)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ranks import MODEL, job
+from prepared_data import byte_level_bpe, check_layouts, loader_config
+from ranks import MODEL
 from test_resume import run, same_as_clean
 
 import config
-from config.reading import defaults
 from data import tokenizer
 from data.documents import stdlib_files
-from data.fim import SENTINELS, gives_parts_back, open_fim
+from data.fim import SENTINELS, open_fim, round_trips_parts
 from data.indexed import IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
 from data.prepare import prepare_corpus
@@ -100,14 +100,10 @@ def code(tmp_path_factory):
 
 def settings(path, seq_len: int = 64, **data):
     data = {"fim_rate": 0.7, "fim_spm_rate": 0.4, "split": "80,20", **data}
-    return replace(
-        defaults(),
-        data=config.DataConfig(path=str(path), **data),
-        train=config.TrainConfig(steps=1, seq_len=seq_len, micro_batch=4, global_batch=8),
-    )
+    return loader_config(path, seq_len, micro_batch=4, global_batch=8, **data)
 
 
-def rows_of(loader, step: int) -> list[list[int]]:
+def make_rows(loader, step: int) -> list[list[int]]:
     """The slots of each sample of a step, from its microbatches."""
     found = []
     for batch in loader.microbatches(step):
@@ -118,7 +114,7 @@ def rows_of(loader, step: int) -> list[list[int]]:
 
 
 def parts_by_hand(loader, location, slots: int) -> list[list[int]]:
-    """What a sample holds of each document without fill-in-the-middle."""
+    """The part of each document in a sample, without fill-in-the-middle."""
     index = loader.datasets[location.dataset].index
     sampler = loader._windows[location.dataset]
     if hasattr(sampler, "pieces"):
@@ -137,15 +133,15 @@ def parts_by_hand(loader, location, slots: int) -> list[list[int]]:
 @pytest.mark.parametrize("split", ["character", "token"])
 @pytest.mark.parametrize("pack", ["stream", "best_fit"])
 @pytest.mark.parametrize("doc_mask", [False, True])
-def test_windows_by_hand(code, split, pack, doc_mask):
-    """Every slot of every sample, against the definition; at lengths of less and of more than a document."""
+def test_every_slot_is_that_of_the_definition(code, split, pack, doc_mask):
+    """At lengths of less and of more than a document."""
     home, tok = code
     for seq_len in (64, 900):
         cfg = settings(home / "code", seq_len, fim_split=split, pack=pack, doc_mask=doc_mask)
         loader = open_loader(cfg, "train", 0, 1)
         dataset_seed = seed_of(seed_of(cfg.train.seed), 0)
         for step in range(3):
-            found = rows_of(loader, step)
+            found = make_rows(loader, step)
             counted = torch.cat([batch.targets != -100 for batch in loader.microbatches(step)])
             places = loader._locate_samples(8 * step, 8)
             for place, row, row_counted in zip(places, found, counted.tolist()):
@@ -161,7 +157,7 @@ def test_windows_by_hand(code, split, pack, doc_mask):
                 want += [tok.eod] * len(padding)
                 starts = set(not_counted) if pack == "best_fit" or doc_mask else set()
                 slots = [slot not in starts and slot not in padding for slot in range(1, seq_len + 1)]
-                if pack == "stream":  # the last slot of a window is no padding unless text got shorter
+                if pack == "stream":  # the last slot of a window is padding only if text got shorter
                     assert len(padding) <= 4
                 assert row_counted == slots
                 seen = [token for token, is_counted in zip(row[1:], [*slots]) if is_counted]
@@ -171,8 +167,7 @@ def test_windows_by_hand(code, split, pack, doc_mask):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["character", "token"])
-def test_rates_and_places(code, split):
-    """The shares of cut parts and of SPM are those asked for, and the places of the cuts are uniform."""
+def test_parts_are_cut_at_the_given_rates_and_uniform_places(code, split):
     home, tok = code
     fim = open_fim(settings("", fim_split=split).data, tok, None)
     ids = IndexedDataset(home / "code").document(3)[:200]
@@ -209,7 +204,7 @@ def test_a_start_token_that_no_file_names_stays_in_front(code):
 
 @pytest.mark.parametrize("split", ["character", "token"])
 def test_a_middle_is_whole_in_any_room(code, split):
-    """What does not fit is left out before the cuts: a part put together is a beginning of the text."""
+    """Text that does not fit is left out before the cuts: a part put together begins the text."""
     home, tok = code
     fim = open_fim(settings("", fim_split=split, fim_rate=1.0).data, tok, None)
     ids = IndexedDataset(home / "code").document(5)[:120].astype(np.int64)
@@ -251,16 +246,16 @@ def test_a_document_is_never_mixed_with_another(code):
 
 
 @pytest.mark.slow
-def test_ranks_resume_and_epochs(code):
+def test_ranks_and_resumes_read_the_same_and_epochs_are_cut_elsewhere(code):
     home, _ = code
     cfg = settings(home / "code", pack="best_fit")
     whole = open_loader(cfg, "train", 0, 1)
     steps = whole.samples // 8 + 5  # into the second epoch
-    want = {step: rows_of(whole, step) for step in range(steps)}
+    want = {step: make_rows(whole, step) for step in range(steps)}
     ahead = replace(cfg, data=replace(cfg.data, prefetch=0))
     for step in (steps - 1, 0, 7):
-        assert rows_of(open_loader(ahead, "train", 0, 1), step) == want[step]
-        shares = [rows_of(open_loader(cfg, "train", rank, 2), step) for rank in (0, 1)]
+        assert make_rows(open_loader(ahead, "train", 0, 1), step) == want[step]
+        shares = [make_rows(open_loader(cfg, "train", rank, 2), step) for rank in (0, 1)]
         assert shares[0] + shares[1] == want[step]
     # the same documents are cut elsewhere in another epoch
     first = {tuple(row) for step in range(whole.samples // 8) for row in want[step]}
@@ -268,12 +263,12 @@ def test_ranks_resume_and_epochs(code):
     assert sum(row in first for row in again) < len(again) // 2
 
 
-def test_validation_is_left_alone_unless_asked(code):
+def test_validation_is_cut_only_with_fim_valid(code):
     home, tok = code
     plain = open_loader(settings(home / "code", fim_rate=0.0), "valid", 0, 1)
     left = open_loader(settings(home / "code"), "valid", 0, 1)
     asked = open_loader(settings(home / "code", fim_valid=True), "valid", 0, 1)
-    assert rows_of(plain, 0) == rows_of(left, 0) != rows_of(asked, 0)
+    assert make_rows(plain, 0) == make_rows(left, 0) != make_rows(asked, 0)
     train = open_loader(settings(home / "code"), "train", 0, 1)
     plain_train = open_loader(settings(home / "code", fim_rate=0.0), "train", 0, 1)
     assert train.fingerprint != plain_train.fingerprint
@@ -290,7 +285,7 @@ def test_validation_is_left_alone_unless_asked(code):
     assert abs(int(asked.text_bytes(batch)) - sum(ascii_only)) <= 2 * broken
 
 
-def test_conversations_stay_as_they_are(code, tmp_path):
+def test_conversations_are_not_cut(code, tmp_path):
     home, tok = code
     rng = np.random.default_rng(0)
     with IndexedDatasetWriter(tmp_path / "chat", tok.vocab, has_mask=True) as writer:
@@ -302,7 +297,7 @@ def test_conversations_stay_as_they_are(code, tmp_path):
     blend = f"0.5 {home / 'code'} 0.5 {tmp_path / 'chat'}"
     cut = open_loader(settings(blend, fim_rate=1.0), "train", 0, 1)
     plain = open_loader(settings(blend, fim_rate=0.0), "train", 0, 1)
-    for place, row, same in zip(cut._locate_samples(0, 8), rows_of(cut, 0), rows_of(plain, 0)):
+    for place, row, same in zip(cut._locate_samples(0, 8), make_rows(cut, 0), make_rows(plain, 0)):
         assert (row == same) == (place.dataset == 1)
 
 
@@ -310,16 +305,8 @@ def test_conversations_stay_as_they_are(code, tmp_path):
 
 
 def json_tokenizer(folder, prefix_space: bool, specials=("<|stop|>", *SENTINELS[1])):
-    tokenizers = pytest.importorskip("tokenizers")
-    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
-    tok.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(specials),
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tok.train_from_iterator([open(path, encoding="utf-8").read() for path in stdlib_files()[:3]], trainer)
+    texts = [open(path, encoding="utf-8").read() for path in stdlib_files()[:3]]
+    tok = byte_level_bpe(texts, 400, specials, prefix_space)
     folder.mkdir()
     tok.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|stop|>"}))
@@ -342,24 +329,30 @@ def test_sentinels_of_a_tokenizer_json_and_tokens_that_have_no_text(tmp_path):
         assert found[-1] == tok.eod
 
 
-def test_what_is_refused(code, tmp_path):
-    home, tok = code
+@pytest.mark.parametrize("keys, vocab, line", [
+    ({"fim_tokens": "a,b"}, None, "data.fim_tokens: 'a,b' are not three tokens"),
+    ({"fim_tokens": "<fim_prefix>,nope,<fim_suffix>"}, None,
+     "data.fim_tokens: .* bpe-600 has no token 'nope'"),
+    ({}, 4, "model.vocab: 4 leaves out the sentinels"),
+])
+def test_sentinels_that_are_not_there_are_refused(code, keys, vocab, line):
+    _, tok = code
+    with pytest.raises(config.ConfigError, match=line):
+        open_fim(replace(settings("").data, **keys), tok, vocab)
+
+
+def test_a_tokenizer_that_cannot_be_cut_is_refused(code, tmp_path):
+    home, _ = code
     data = settings("").data
     with pytest.raises(config.ConfigError, match="data.fim_rate: .* bytes has no sentinels .* --fim"):
         open_fim(data, tokenizer.load_tokenizer("bytes"), None)
-    with pytest.raises(config.ConfigError, match="data.fim_tokens: 'a,b' are not three tokens"):
-        open_fim(replace(data, fim_tokens="a,b"), tok, None)
-    with pytest.raises(config.ConfigError, match="data.fim_tokens: .* bpe-600 has no token 'nope'"):
-        open_fim(replace(data, fim_tokens="<fim_prefix>,nope,<fim_suffix>"), tok, None)
-    with pytest.raises(config.ConfigError, match="model.vocab: 4 leaves out the sentinels"):
-        open_fim(data, tok, 4)
-    spaced = json_tokenizer(tmp_path / "spaced", prefix_space=True)
-    assert not gives_parts_back(spaced)
-    with pytest.raises(config.ConfigError, match="data.fim_split: .* take token"):
-        open_fim(data, spaced, None)
-    assert open_fim(replace(data, fim_split="token"), spaced, None)
     with pytest.raises(config.ConfigError, match="--fim: gives sentinels to a tokenizer"):
         prepare_corpus([str(home / "in")], "bytes", tmp_path / "x", has_fim=True)
+    spaced = json_tokenizer(tmp_path / "spaced", prefix_space=True)
+    assert not round_trips_parts(spaced)
+    with pytest.raises(config.ConfigError, match="data.fim_split: .* use token"):
+        open_fim(data, spaced, None)
+    assert open_fim(replace(data, fim_split="token"), spaced, None)
 
 
 # ---- runs --------------------------------------------------------------------------------------------------
@@ -380,7 +373,7 @@ def home(code, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 4, 5])
-def test_killed_around_a_boundary(home, step):
+def test_a_run_killed_around_a_boundary_resumes_bit_for_bit(home, step):
     folder, extra = home
     assert run(folder, f"killed{step}", f"step.end:step={step}:act=SIGKILL", extra) == -9
     assert run(folder, f"killed{step}", extra=extra) == 0
@@ -393,27 +386,12 @@ def test_another_rate_cannot_continue_a_run(home):
     assert "data.fim_rate: " in (folder / "clean.log").read_text()
 
 
-LAYOUTS = ("--parallel.zero 1", "--parallel.cp 2", "--parallel.pp 2 --train.micro_batch 2")
-
-
 @pytest.mark.slow
 def test_every_layout_trains_the_same(code, tmp_path):
-    """fp64: two ranks like one, and another training than without cuts."""
+    """And otherwise than without cuts."""
     folder, _ = code
-    words = ["llama3-tiny", *MODEL, "--data.path", str(folder / "code"), "--train.dtype", "fp64",
-             "--train.steps", "3", "--log.dir", str(tmp_path), "--data.doc_mask", "true"]
-    want, losses = None, {}
-    for number, layout in enumerate(("", *LAYOUTS, "plain")):
-        world = 1 if layout in ("", "plain") else 2
-        fim = [] if layout == "plain" else ["--data.fim_rate", "0.5"]
-        settings_ = [] if layout == "plain" else layout.split()
-        end = job(tmp_path / f"r{number}", world, [*words, "--log.name", f"r{number}", *fim, *settings_])
-        assert end.codes == [0] * world, end.logs
-        lines = (tmp_path / f"r{number}" / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        losses[layout] = [row["loss"] for row in rows if "loss" in row]
-        want = want or losses[layout]
-        assert len(want) == 3
-        if layout != "plain":
-            np.testing.assert_allclose(losses[layout], want, rtol=1e-9, err_msg=layout)
-    assert abs(losses["plain"][0] - want[0]) > 1e-6
+    words = ["llama3-tiny", *MODEL, "--data.path", str(folder / "code"), "--train.steps", "3",
+             "--data.doc_mask", "true"]
+    cut = check_layouts(tmp_path, [*words, "--data.fim_rate", "0.5"])
+    plain = check_layouts(tmp_path / "plain", words, layouts=())
+    assert len(cut) == len(plain) == 3 and abs(plain[0] - cut[0]) > 1e-6

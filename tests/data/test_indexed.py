@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from config import ConfigError
-from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter, dtype_of, sidecar_bytes
+from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter, get_dtype, sidecar_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN_IDX = (
@@ -40,6 +40,13 @@ def write(prefix, docs, vocab=1024):
     return prefix
 
 
+@pytest.fixture(params=[None, 1, 2], ids=["usual", "1", "2"])
+def chunk(request, monkeypatch):
+    """Tables are written and read in pieces of this many rows."""
+    if request.param is not None:
+        monkeypatch.setattr("data.indexed.CHUNK", request.param)
+
+
 @pytest.fixture
 def large(tmp_path):
     """Three blocks of tokens, 200 documents."""
@@ -48,42 +55,37 @@ def large(tmp_path):
     return write(tmp_path / "d", [rng.integers(0, 1000, n) for n in sizes])
 
 
-def test_golden_bytes(tmp_path):
+def test_files_have_megatrons_bytes(tmp_path, chunk):
     write(tmp_path / "g", DOCS)
     assert (tmp_path / "g.bin").read_bytes() == bytes.fromhex(GOLDEN_BIN)
     assert (tmp_path / "g.idx").read_bytes() == bytes.fromhex(GOLDEN_IDX)
 
 
-def test_reads_megatrons_files(tmp_path):
+def test_megatrons_own_files_are_read(tmp_path, chunk):
     """No sidecar; sentence-split data has more sequences than documents; modes may follow."""
     lengths, bounds = [2, 1, 3, 0, 2], [0, 2, 2, 5]  # documents of 3, 0 and 5 tokens
     ids = np.arange(8, dtype="<i4")
     ids.tofile(tmp_path / "m.bin")
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 5, 4)
-    body = (
-        np.array(lengths, "<i4").tobytes()
-        + np.array([0, 8, 12, 24, 24], "<i8").tobytes()
-        + np.array(bounds, "<i8").tobytes()
-    )
+    tables = (np.array(lengths, "<i4"), np.array([0, 8, 12, 24, 24], "<i8"), np.array(bounds, "<i8"))
+    body = b"".join(table.tobytes() for table in tables)
     for modes in (b"", b"\0" * 5):
         (tmp_path / "m.idx").write_bytes(head + body + modes)
         d = IndexedDataset(tmp_path / "m")
         assert (d.tokens, d.documents) == (8, 3)
         assert [d.document(i).tolist() for i in range(3)] == [[0, 1, 2], [], [3, 4, 5, 6, 7]]
         assert [d.document_at(t) for t in range(8)] == [0, 0, 0, 2, 2, 2, 2, 2]
-        assert (
-            d.document_starts(0, 8).tolist() == [3]
-            and d.document_starts(3, 8).tolist() == []
-            and d.document_starts(1, 3).tolist() == []
-        )
+        assert d.document_starts(0, 8).tolist() == [3]
+        assert d.document_starts(3, 8).tolist() == []
+        assert d.document_starts(1, 3).tolist() == []
 
 
-def test_round_trip_and_starts(tmp_path):
+def test_ids_and_document_starts_come_back(tmp_path):
     rng = random.Random(1)
     for vocab in (257, 65499, 65500, 200000):
         docs = [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 50]))] for _ in range(60)]
         d = IndexedDataset(write(tmp_path / "r", docs, vocab), vocab)
-        assert d.dtype == dtype_of(vocab) == ("<u2" if vocab < 65500 else "<i4")
+        assert d.dtype == get_dtype(vocab) == ("<u2" if vocab < 65500 else "<i4")
         assert [d.document(i).tolist() for i in range(60)] == docs
         flat, firsts = sum(docs, []), np.cumsum([0] + [len(x) for x in docs])
         for _ in range(50):
@@ -126,7 +128,7 @@ def test_200_flips_of_the_bin_are_found_at_first_touch(large):
         path.write_bytes(good)
 
 
-def test_flips_elsewhere_do_not_hurt(large):
+def test_a_flip_in_a_block_that_is_not_read_is_not_noticed(large):
     flip(pathlib.Path(f"{large}.bin"), 2 * BLOCK + 5, 0)
     d = IndexedDataset(large)
     assert len(d.read(0, BLOCK)) == BLOCK  # blocks 0 and 1
@@ -147,8 +149,8 @@ def test_most_flips_are_found_without_a_sidecar(large):
         path.write_bytes(good)
 
 
-def test_each_block_is_checked_once(tmp_path, monkeypatch):
-    """Of the tokens and of the mask."""
+def test_each_block_is_checked_at_its_first_read_alone(tmp_path, monkeypatch):
+    """Tokens and mask."""
     with IndexedDatasetWriter(tmp_path / "d", 1024, has_mask=True) as writer:
         writer.add(np.ones(3 * BLOCK // 2, int), np.arange(3 * BLOCK // 2) % 3 == 0)
         writer.finish()
@@ -177,11 +179,7 @@ BAD_FILES = (
     (".idx", put(17, b"\7"), "offset 17: dtype code 7"),
     (".idx", put(18, b"\xff" * 8), "offset 18: 18446744073709551615 sequences"),
     (".idx", put(37, b"\x80"), "offset 34: sequence 0 has a length below 0"),
-    (
-        ".idx",
-        put(54, b"\7"),
-        "offset 54: sequence 1 begins at byte 7, but the lengths before it sum to 6",
-    ),
+    (".idx", put(54, b"\7"), "offset 54: sequence 1 begins at byte 7, but the lengths before it sum to 6"),
     (".idx", put(70, b"\1"), "offset 70: document 0 begins at sequence 1"),
     (".idx", put(78, b"\5"), "offset 78: document 1 begins at sequence 5"),
     (".idx", put(94, b"\2"), "offset 94: documents end at sequence 2, not 3"),
@@ -195,7 +193,7 @@ BAD_FILES = (
 
 
 @pytest.mark.parametrize("end,change,told", BAD_FILES)
-def test_bad_files(tmp_path, end, change, told):
+def test_a_file_that_is_damaged_or_missing_is_named_with_the_place(tmp_path, chunk, end, change, told):
     write(tmp_path / "g", DOCS)
     path = tmp_path / f"g{end}"
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
@@ -204,27 +202,16 @@ def test_bad_files(tmp_path, end, change, told):
     assert told in str(e.value) and f"g{end}" in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_tables_are_written_and_read_in_pieces_of_any_size(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("data.indexed.CHUNK", size)
-    test_golden_bytes(tmp_path)
-    test_reads_megatrons_files(tmp_path)
-    for number, row in enumerate(BAD_FILES):
-        (tmp_path / f"{number}").mkdir()
-        test_bad_files(tmp_path / f"{number}", *row)
-
-
 def test_no_tokens_is_an_error(tmp_path):
     write(tmp_path / "e", [[]])
     with pytest.raises(ConfigError, match="e.bin: holds no tokens"):
         IndexedDataset(tmp_path / "e")
 
 
-def test_ids_beyond_the_vocabulary(tmp_path):
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     write(tmp_path / "g", DOCS)
-    with pytest.raises(
-        ConfigError, match="g.bin: document 2, token 0: id 300 is not below the vocabulary of 300"
-    ):
+    told = "g.bin: document 2, token 0: id 300 is not below the vocabulary of 300"
+    with pytest.raises(ConfigError, match=told):
         IndexedDataset(tmp_path / "g", 300)  # the sidecar knows: before anything is read
     IndexedDataset(tmp_path / "g", 301)
     for end in (".json", ".crc"):
@@ -240,7 +227,7 @@ def test_ids_beyond_the_vocabulary(tmp_path):
 
 
 def test_an_id_that_no_sample_finds_is_refused_at_first_touch(tmp_path, monkeypatch):
-    """Of a large file only some blocks are looked at when it is opened."""
+    """Only some blocks of a large file are looked at when it is opened."""
     monkeypatch.setattr("data.indexed.PROBED_BLOCKS", 2)  # the first and the last of three
     with IndexedDatasetWriter(tmp_path / "g", 1024) as writer:
         ids = np.ones(3 * BLOCK // 2, int)
@@ -296,32 +283,19 @@ def test_a_billion_tokens_open_at_once(tmp_path):
     lengths = np.full(n, 1000, "<i4")
     with open(tmp_path / "big.idx", "wb") as f:
         f.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n, n + 1))
-        f.write(
-            lengths.tobytes()
-            + (np.arange(n, dtype="<i8") * 2000).tobytes()
-            + np.arange(n + 1, dtype="<i8").tobytes()
-        )
+        for table in (lengths, np.arange(n, dtype="<i8") * 2000, np.arange(n + 1, dtype="<i8")):
+            f.write(table.tobytes())
     crc = [zlib.crc32(bytes(BLOCK))] * (size // BLOCK) + [zlib.crc32(bytes(size % BLOCK))]
     (tmp_path / "big.crc").write_bytes(np.array(crc, "<u4").tobytes())
     meta = {
-        "format": 1,
-        "block": BLOCK,
-        "source": None,
-        "text_bytes": 0,
-        "tokenizer": None,
-        "documents": n,
-        "tokens": size // 2,
-        "max_id": 0,
-        "max_id_at": 0,
+        "format": 1, "block": BLOCK, "source": None, "text_bytes": 0, "tokenizer": None, "documents": n,
+        "tokens": size // 2, "max_id": 0, "max_id_at": 0,
         "idx_sha256": file_sha256(tmp_path / "big.idx"),
         "crc_sha256": hashlib.sha256((tmp_path / "big.crc").read_bytes()).hexdigest(),
     }
     (tmp_path / "big.json").write_bytes(sidecar_bytes(meta))
     out = subprocess.run(
-        [sys.executable, "-c", BIG, str(tmp_path / "big")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", BIG, str(tmp_path / "big")], cwd=ROOT, capture_output=True, text=True,
         check=True,
     )
     seconds, mib, tokens, unique = map(float, out.stdout.split())
@@ -340,7 +314,7 @@ def test_a_sidecar_of_another_form_is_refused_though_its_checksum_holds(tmp_path
         IndexedDataset(tmp_path / "d")
 
 
-def test_a_file_that_changes_after_it_was_opened(tmp_path):
+def test_a_file_that_changes_after_it_was_opened_is_noticed(tmp_path):
     write(tmp_path / "d", DOCS)
     for end in ("idx", "bin"):
         os.utime(tmp_path / f"d.{end}", (0, 0))  # a clock of a write may tick every few milliseconds
@@ -361,7 +335,7 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path):
 
 @pytest.mark.parametrize("documents", [DOCS, [[7] * 200_000] * 3])
 def test_a_sidecar_that_lies_about_ids_is_found_at_first_touch(tmp_path, documents):
-    """The sidecar is sealed anew, so its checksum holds; the largest id that it names does not."""
+    """The sidecar is sealed again, so its checksum holds; the largest id that it names does not."""
     last = [5, 60_000, 5]
     write(tmp_path / "d", [*documents, last])
     meta = json.loads((tmp_path / "d.json").read_bytes())

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import tokenizers
+from prepared_data import byte_level_bpe, metrics
 from ranks import MODEL
 
 import train
@@ -20,10 +21,7 @@ from plan.count import flops_per_token
 from runtime.evaluate import loss_report
 
 TEXTS = (
-    "def f(x):\n    return x  # \u00e4\u00f6\u00fc\n",
-    "Ω and 中文 and 🙂🙂",
-    " begins with a space",
-    "x",
+    "def f(x):\n    return x  # \u00e4\u00f6\u00fc\n", "Ω and 中文 and 🙂🙂", " begins with a space", "x",
     "a\tb  c\u00a0d\n\n",
 )
 MORE = ["the quick brown fox jumps over the lazy dog", "def g(y):\n    return [y, y]", TEXTS[0]]
@@ -35,36 +33,26 @@ def trained(kind: str, folder):
         return tokenizer.load_tokenizer("bytes")
     if kind == "bpe":
         return tokenizer.train_bpe(MORE * 3, 300)
-    fallback = {"byte_fallback": True, "unk_token": "<unk>"} if kind == "llama" else {}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(**fallback))
-    special = ["<|endoftext|>"]
     if kind == "gpt2":
-        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = tokenizers.decoders.ByteLevel()
-        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        made = byte_level_bpe(MORE, 300, ["<|endoftext|>"])
     else:  # Llama 2's: a lower block for a space, one before the text, bytes for what it does not know
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>"))
         made.normalizer = tokenizers.normalizers.Sequence(
             [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
         )
         parts = [
-            tokenizers.decoders.Replace("\u2581", " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            tokenizers.decoders.Strip(" ", 1, 0),
+            tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0),
         ]
         made.decoder = tokenizers.decoders.Sequence(parts)
-        special, alphabet = [*special, "<unk>"], []
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    if kind == "llama":
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<|endoftext|>", "<unk>"], show_progress=False
+        )
         made.train_from_iterator(["the quick brown fox", "def f x return"], trainer)
         spec = json.loads(made.to_str())  # the trainer knows no byte pieces
         for byte in range(256):
             spec["model"]["vocab"][f"<0x{byte:02X}>"] = len(spec["model"]["vocab"])
         made = tokenizers.Tokenizer.from_str(json.dumps(spec))
-    else:
-        made.train_from_iterator(MORE, trainer)
     made.save(str(folder / "tokenizer.json"))
     return tokenizer.load_tokenizer(folder / "tokenizer.json")
 
@@ -134,24 +122,9 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
     A byte is a token here and 256 the end of a document, so that the text is what lies below 256."""
     texts = [("ä" * (3 + 5 * i % 11) + "🙂 b")[:24] for i in range(80)]
     data = corpus(tmp_path, tokenizer.load_tokenizer("bytes"), texts)
-    words = [
-        "llama2-tiny",
-        *MODEL,
-        "--data.path",
-        data,
-        "--data.split",
-        "50,50",
-        "--train.steps",
-        "1",
-        "--eval.batches",
-        "3",
-        "--data.doc_mask",
-        str(doc_mask).lower(),
-        "--log.dir",
-        str(tmp_path),
-        "--log.name",
-        "r",
-    ]
+    words = ["llama2-tiny", *MODEL, "--data.path", data, "--data.doc_mask", str(doc_mask).lower()]
+    words += "--data.split 50,50 --train.steps 1 --eval.batches 3".split()
+    words += ["--log.dir", str(tmp_path), "--log.name", "r"]
     assert train.main(words) == 0
     rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     stream, starts = [], set()
@@ -171,7 +144,7 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
         assert row["val_bpb"] == pytest.approx(row["val_loss"] / math.log(2) * tokens / size, rel=1e-12)
 
 
-def test_the_report_of_a_loss_by_hand():
+def test_a_loss_is_reported_in_perplexity_and_bits_per_byte():
     """Tokens without any byte, as control tokens alone, have no finite bits per byte."""
     expected = {"val_loss": math.log(2), "val_ppl": 2.0, "val_bpb": 0.25}
     assert loss_report(math.log(2), 4.0) == pytest.approx(expected)
@@ -183,30 +156,14 @@ def test_mfu_counts_attention_within_documents(tmp_path):
     """By hand: the keys that each token of an epoch sees, at 6 x layers x heads x (q + v channels)."""
     data = corpus(tmp_path, tokenizer.load_tokenizer("bytes"), ["x" * (1 + 7 * i % 23) for i in range(90)])
     for window in ("none", "3"):
-        words = [
-            "llama2-tiny",
-            *MODEL,
-            "--data.path",
-            data,
-            "--data.doc_mask",
-            "true",
-            "--train.steps",
-            "1",
-            "--eval.batches",
-            "1",
-            "--model.vocab",
-            "257",
-            "--model.mixer.window",
-            window,
-            "--log.dir",
-            str(tmp_path),
-            "--log.name",
-            f"w{window}",
-        ]
+        words = ["llama2-tiny", *MODEL, "--data.path", data, "--log.dir", str(tmp_path)]
+        words += "--data.doc_mask true --train.steps 1 --eval.batches 1 --model.vocab 257".split()
+        words += ["--model.mixer.window", window, "--log.name", f"w{window}"]
         assert train.main(words) == 0
         cfg = resolve("llama2-tiny", None, words[1:])
-        lines = (tmp_path / f"w{window}" / "metrics.jsonl").read_text().splitlines()
-        row = next(row for row in map(json.loads, lines) if "tflops_per_gpu" in row)
+        tflops, tokens_per_s = (
+            metrics(tmp_path / f"w{window}", name)[0] for name in ("tflops_per_gpu", "tokens_per_s")
+        )
         reader = open_loader(cfg, "train", 0, 1)
         keys = queries = 0
         for step in range(reader.samples // 4):
@@ -217,12 +174,12 @@ def test_mfu_counts_attention_within_documents(tmp_path):
         m = cfg.model
         attention = 6 * m.layers * m.mixer.heads * (8 + 8) * keys / queries
         matrices = 6 * (m.layers * (32 * 8 * 2 * (4 + 2) + 3 * 32 * 48) + 257 * 32)
-        rate = row["tokens_per_s"] * (matrices + attention) / 1e12
-        assert row["tflops_per_gpu"] == pytest.approx(rate, rel=2e-3)  # an epoch ends within a step
-        whole = row["tokens_per_s"] * flops_per_token(m, 16) / 1e12
+        rate = tokens_per_s * (matrices + attention) / 1e12
+        assert tflops == pytest.approx(rate, rel=2e-3)  # an epoch ends within a step
+        whole = tokens_per_s * flops_per_token(m, 16) / 1e12
         assert window != "none" or whole > rate * 1.01
 
 
-def test_unknown_vocabularies_and_holes_do_not_matter():
+def test_a_byte_is_one_byte_and_the_end_of_a_document_none():
     inside, first = token_byte_lengths(tokenizer.load_tokenizer("bytes"))
     assert inside.tolist() == [1] * 256 + [0] and np.array_equal(inside, first)

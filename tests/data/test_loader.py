@@ -15,11 +15,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from prepared_data import loader_config
 
 import config
-import start
+import phases
 from config import ConfigError
-from config.reading import defaults
 from data import loader, tokenizer
 from data.indexed import ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import check_paths, open_loader, split_shares
@@ -40,23 +40,16 @@ def make(prefix, count, seed=0, tok=None):
 
 
 def settings(path, seed=1, seq_len=16, micro_batch=2, global_batch=12, vocab=None, **data):
-    train = config.TrainConfig(
-        steps=1, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch, seed=seed
-    )
-    return replace(
-        defaults(),
-        data=config.DataConfig(path=str(path), **data),
-        train=train,
-        model=replace(defaults().model, vocab=vocab),
-    )
+    cfg = loader_config(path, seq_len, micro_batch, global_batch, seed, **data)
+    return replace(cfg, model=replace(cfg.model, vocab=vocab))
 
 
 def rows(data, step):
     """[samples, seq_len + 1] of the step, this rank's."""
-    return rows_of(data.microbatches(step))
+    return make_rows(data.microbatches(step))
 
 
-def rows_of(batches):
+def make_rows(batches):
     return [tuple(row.tolist()) for b in batches for row in torch.cat([b.tokens, b.targets[:, -1:]], 1)]
 
 
@@ -126,7 +119,7 @@ def test_microbatches_for_a_gpu_are_pinned_and_copied_by_the_thread_that_reads_a
         tensors = [x.data_ptr() for batch in batches for x in batch.tensors().values()]
         assert len(tensors) == 5 * len(batches)  # tokens, targets, positions, documents, ids of the sequences
         assert {*tensors} <= data._copies.ready and {*tensors} <= data._copies.kept
-        assert rows_of(batches) == wanted
+        assert make_rows(batches) == wanted
     ahead = [read.result() for read in data._prefetched.values()]  # close() cancels what has not begun
     data.close()
     assert pinned and {name.split("_")[0] for name in pinned} == {"loader"}
@@ -135,12 +128,12 @@ def test_microbatches_for_a_gpu_are_pinned_and_copied_by_the_thread_that_reads_a
 
 
 def test_the_run_reads_for_its_device(prefix):
-    for data in start.open_data(settings(prefix), Mesh.single(), torch.device("meta")):
+    for data in phases.open_data(settings(prefix), Mesh.single(), torch.device("meta")):
         assert data.microbatches(0)[0].tokens.device.type == "meta"
         data.close()
 
 
-def test_every_sample_once_an_epoch(prefix):
+def test_an_epoch_has_every_sample_once_in_an_order_of_its_own(prefix):
     data = open_loader(settings(prefix), "train", 0, 1)
     steps = -(-2 * data.samples // 12) + 1
     ids = [i for step in range(steps) for i in data.sample_ids(step)]
@@ -176,7 +169,7 @@ def test_ranks_share_what_one_rank_reads(prefix, other, path):
     whole.close()
 
 
-def test_any_order_of_steps_with_and_without_prefetch(prefix):
+def test_steps_are_the_same_in_any_order_with_and_without_prefetch(prefix):
     """Ahead, back, twice, far: a resume can begin anywhere."""
     plain = open_loader(settings(prefix, prefetch=0), "train", 0, 1)
     for prefetch in (1, 2, 5):
@@ -210,20 +203,17 @@ def test_splits_are_disjoint_and_complete(prefix):
         index = source.index
         starts = {index.document_start(i) for i in range(index.documents + 1)}
         assert set(source.split_points) <= starts and list(source.split_points) == sorted(source.split_points)
-        assert (
-            source.split_points[0] == 0 and source.split_points[-1] == index.tokens
-        )  # each document in exactly one
-        for k, share in enumerate(split_shares(split, "train")):
-            documents = sum(
-                source.split_points[k] <= index.document_start(i) < source.split_points[k + 1]
-                for i in range(index.documents)
-            )
-            assert abs(documents - 300 * share / sum(split_shares(split, "train"))) <= 1
+        # each document in exactly one
+        assert source.split_points[0] == 0 and source.split_points[-1] == index.tokens
+        shares = split_shares(split, "train")
+        begins = np.array([index.document_start(i) for i in range(index.documents)])
+        documents, _ = np.histogram(begins, source.split_points)
+        np.testing.assert_allclose(documents, 300 * np.array(shares) / sum(shares), atol=1)
 
 
 def test_a_split_gives_its_own_tokens_alone(prefix):
-    for split, k in (("train", 0), ("valid", 1)):
-        data = open_loader(settings(prefix, split="1,1"), split, 0, 1)
+    for k, split in enumerate(("train", "valid", "test")):
+        data = open_loader(settings(prefix, split="1,1,1"), split, 0, 1)
         source = data.datasets[0]
         text = source.index.read(source.split_points[k], source.split_points[k + 1]).tolist()
         places = {tuple(text[a : a + 17]) for a in range(len(text) - 16)}
@@ -231,24 +221,21 @@ def test_a_split_gives_its_own_tokens_alone(prefix):
         data.close()
 
 
-@pytest.mark.parametrize(
-    "split,which,told",
-    [
-        ("95", "valid", "leaves nothing for valid"),
-        ("95,5", "test", "leaves nothing for test"),
-        ("a,b", "train", "is not shares"),
-        ("-1,2", "train", "is not shares"),
-        ("0,0", "train", "is not shares"),
-        ("1,1,1,1", "train", "is not shares"),
-        ("1000,1", "valid", "leaves valid 0 tokens of .* \\(300 documents\\), a sample is 17.*data.valid"),
-    ],
-)
-def test_bad_splits(prefix, split, which, told):
+@pytest.mark.parametrize("split,which,told", [
+    ("95", "valid", "leaves nothing for valid"),
+    ("95,5", "test", "leaves nothing for test"),
+    ("a,b", "train", "is not shares"),
+    ("-1,2", "train", "is not shares"),
+    ("0,0", "train", "is not shares"),
+    ("1,1,1,1", "train", "is not shares"),
+    ("1000,1", "valid", "leaves valid 0 tokens of .* \\(300 documents\\), a sample is 17.*data.valid"),
+])
+def test_a_split_that_leaves_nothing_is_refused(prefix, split, which, told):
     with pytest.raises(ConfigError, match=told):
         open_loader(settings(prefix, split=split), which, 0, 1)
 
 
-def test_document_mask(prefix):
+def test_a_document_mask_cuts_targets_positions_and_documents(prefix):
     data = open_loader(settings(prefix, seq_len=100, doc_mask=True), "train", 0, 1)
     eod, found = data.tokenizer.eod, 0
     for step in range(5):
@@ -264,7 +251,7 @@ def test_document_mask(prefix):
 
 @pytest.mark.parametrize("probe, samples", [(1, 1), (5 * 16 + 3, 5), (1 << 20, None)])
 def test_pieces_are_the_stretches_that_see_each_other(prefix, monkeypatch, probe, samples):
-    """Of the first samples: one at least, an epoch at most; each cut behind every end of a document."""
+    """In the first samples, one at least, an epoch at most; each is cut behind every end of a document."""
     monkeypatch.setattr(loader, "PROBE_TOKENS", probe)
     for masked in (False, True):
         data = open_loader(settings(prefix, doc_mask=masked), "train", 0, 1)
@@ -321,7 +308,7 @@ def test_damage_is_raised_at_the_step_that_needs_it(tmp_path):
     data.close()
 
 
-def test_fingerprint_and_tokenizers(prefix, other, tmp_path):
+def test_the_fingerprint_is_of_data_and_split_and_tokenizers_must_agree(prefix, other, tmp_path):
     base = open_loader(settings(prefix), "train", 0, 1)
     assert base.fingerprint == open_loader(settings(prefix, seed=9), "valid", 0, 1).fingerprint
     changed = [settings(other), settings(prefix, split="9,1"), settings(f"0.5 {prefix} 0.5 {other}")]
@@ -349,7 +336,7 @@ def test_fingerprint_and_tokenizers(prefix, other, tmp_path):
         open_loader(settings(tmp_path / "nowhere"), "train", 0, 1)
 
 
-def test_files_without_a_sidecar_or_tokenizer(prefix, tmp_path):
+def test_files_without_a_sidecar_or_tokenizer_are_read(prefix, tmp_path):
     for end in (".bin", ".idx"):
         (tmp_path / f"m{end}").write_bytes(pathlib.Path(f"{prefix}{end}").read_bytes())
     data = open_loader(settings(tmp_path / "m"), "train", 0, 1)
@@ -363,7 +350,7 @@ def test_files_without_a_sidecar_or_tokenizer(prefix, tmp_path):
     assert raw.tokenizer.name == "bytes" and raw.microbatches(0)[0].documents is not None
 
 
-def test_speed(prefix):
+def test_half_a_million_tokens_a_second_are_read(prefix):
     """50 times what a step consumes means some 10,000 tokens/s x 50; a hundredth of a core does that."""
     data = open_loader(
         settings(prefix, seq_len=256, global_batch=16, micro_batch=8, prefetch=0), "train", 0, 1
@@ -446,16 +433,13 @@ def test_a_path_without_tokens_is_refused_with_the_command_that_makes_them(tmp_p
     assert (tmp_path / "runs" / "data" / "my corpus.idx").exists()
 
 
-@pytest.mark.parametrize(
-    "path, told",
-    [
-        ("data/corpus", "data/corpus.idx: No such file; make it from your text with python -m"),
-        ("a b", "'a b' does not name a .bin/.idx pair; a blend has a weight before each path: '1 a 1 b'"),
-        ("", "empty; name the data"),
-        ("0.5 a 0.5 b", "a.idx: No such file"),
-    ],
-)
-def test_paths_that_are_nowhere(path, told):
+@pytest.mark.parametrize("path, told", [
+    ("data/corpus", "data/corpus.idx: No such file; make it from your text with python -m"),
+    ("a b", "'a b' does not name a .bin/.idx pair; a blend has a weight before each path: '1 a 1 b'"),
+    ("", "empty; name the data"),
+    ("0.5 a 0.5 b", "a.idx: No such file"),
+])
+def test_a_path_that_is_nowhere_is_refused_with_the_way_out(path, told):
     with pytest.raises(ConfigError) as error:
         check_paths(settings(path))
     assert str(error.value).startswith("data.path: ") and told in str(error.value)

@@ -1,13 +1,15 @@
-"""What a tokenizer loses of the text: counted by prepare_data, refused above a share, and not in bits per
+"""Text that a tokenizer loses: counted by prepare_data, refused above a share, and not in bits per
 byte. From a user's files on, with small tokenizers of each kind.
 """
 
 import io
 import json
 
+import prepared_data
 import pytest
 import sentencepiece
 import tokenizers
+from prepared_data import byte_level_bpe, metrics, prepare_rows, write_jsonl
 from ranks import MODEL
 
 import train
@@ -16,7 +18,7 @@ from data import prepare, tokenizer
 from data.indexed import IndexedDataset
 from data.lengths import is_exact
 from data.prompts import open_prompts
-from scripts import evaluate, prepare_data
+from scripts import evaluate
 
 TEXTS = ["def f(x):\n    return  x\n", "漢字 かな", "Привет 🙂"]
 PLAIN = ["some words to learn from and more words", "aaa bbb ccc some more of them"]
@@ -37,22 +39,17 @@ def made(kind, home):
     if kind == "ours":
         tokenizer.train_bpe(PLAIN * 9, 285, home / "tokenizer.model")
         return home
-    models = {"word": tokenizers.models.WordLevel(unk_token="<unk>"), "lower": tokenizers.models.BPE(),
-              "json-bpe": tokenizers.models.BPE(unk_token="<unk>")}
-    trainers = {"word": tokenizers.trainers.WordLevelTrainer, "lower": tokenizers.trainers.BpeTrainer,
-                "json-bpe": tokenizers.trainers.BpeTrainer}
-    some = tokenizers.Tokenizer(models[kind])
-    alphabet = {}
-    if kind == "lower":  # as many bytes as before, and other ones
-        some.normalizer = tokenizers.normalizers.Lowercase()
-        some.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        some.decoder = tokenizers.decoders.ByteLevel()
-        alphabet["initial_alphabet"] = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    else:
-        some.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     special = ["</s>", "<unk>"]
-    trainer = trainers[kind](vocab_size=300, special_tokens=special, show_progress=False, **alphabet)
-    some.train_from_iterator(PLAIN, trainer)
+    if kind == "lower":  # as many bytes as before, and other ones
+        some = byte_level_bpe((), 258, special)
+        some.normalizer = tokenizers.normalizers.Lowercase()
+    else:
+        models, trainers = tokenizers.models, tokenizers.trainers
+        model, trainer = {"word": (models.WordLevel, trainers.WordLevelTrainer),
+                          "json-bpe": (models.BPE, trainers.BpeTrainer)}[kind]
+        some = tokenizers.Tokenizer(model(unk_token="<unk>"))
+        some.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        some.train_from_iterator(PLAIN, trainer(vocab_size=300, special_tokens=special, show_progress=False))
     some.save(str(home / "tokenizer.json"))
     for name, content in END.items():
         (home / name).write_text(content)
@@ -60,12 +57,7 @@ def made(kind, home):
 
 
 def prepared(tmp_path, texts, home, *more):
-    content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    path = tmp_path / "in.jsonl"
-    if not path.exists() or path.read_text() != content:
-        path.write_text(content)
-    words = ["--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out", "--workers", 1]
-    return prepare_data.main([str(word) for word in [*words, *more]])
+    return prepare_rows([{"text": text} for text in texts], home, tmp_path / "out", *more)
 
 
 def report_of(capsys):
@@ -109,7 +101,7 @@ def documents(out):
 
 
 @pytest.mark.parametrize("kind", ["ours", "bytes"])
-def test_nothing_is_lost(tmp_path, capsys, kind):
+def test_a_tokenizer_that_knows_all_bytes_loses_nothing(tmp_path, capsys, kind):
     home = kind if kind == "bytes" else made(kind, tmp_path / "t")
     assert prepared(tmp_path, [*TEXTS, " begins", "\n"], home, "--json") == 0
     report = report_of(capsys)
@@ -118,8 +110,8 @@ def test_nothing_is_lost(tmp_path, capsys, kind):
 
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_the_report_is_the_same_from_batches_of_any_size(tmp_path, capsys, monkeypatch, is_chat):
-    """Of documents with unknown tokens, empty ones, bad ones, long ones, and keys that nothing reads."""
-    home, source = made("word", tmp_path / "t"), tmp_path / "in.jsonl"
+    """With unknown tokens, empty, bad and long documents, and keys that nothing reads."""
+    home = made("word", tmp_path / "t")
     rows = [{"text": text} for text in [*TEXTS, "", *PLAIN, None, *TEXTS, None, ""]]
     words = []
     if is_chat:
@@ -128,14 +120,13 @@ def test_the_report_is_the_same_from_batches_of_any_size(tmp_path, capsys, monke
         rows = [{"messages": [{"role": role, "content": text, "mood": 1} for role, text in chat]}
                 for chat in said]
         words = ["--chat", "--seq-len", 24, "--long", "anywhere"]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = write_jsonl(tmp_path / "in.jsonl", rows)
     found = []
     for size in (1, 50, 1 << 20):
         monkeypatch.setattr(prepare, "BATCH_CHARACTERS", size)
         out = tmp_path / f"{size}"
-        command = ["--input", source, "--tokenizer", home, "--out", out, "--max-lost", 100, "--skip-bad",
-                   "--workers", 1, "--json", *words]
-        assert prepare_data.main([str(word) for word in command]) == 0
+        command = ["--input", source, "--tokenizer", home, "--out", out, "--max-lost", 100, "--skip-bad"]
+        assert prepared_data.prepare(*command, "--json", *words) == 0
         report, data = report_of(capsys), IndexedDataset(out)
         assert (report["documents"], report["tokens"]) == (data.documents, data.tokens)
         assert report["counted"] == data.meta.get("counted", 0)
@@ -153,8 +144,8 @@ def test_bytes_of_tokens_are_those_of_the_text_where_the_decoder_adds_none(tmp_p
     assert not is_exact(tok, {"lost_bytes": 9, "text_bytes": 9000})
 
 
-def test_by_hand(tmp_path, capsys):
-    """Of 1,000 bytes 4 are of two characters that nothing has learned: 0.4 %."""
+def test_the_share_that_is_lost_is_of_the_bytes_of_the_text(tmp_path, capsys):
+    """4 of 1,000 bytes are two characters that nothing has learned: 0.4 %."""
     home = made("unigram", tmp_path / "t")
     text = "some words " * 90 + "é é"
     text = "a" * (1000 - len(text.encode())) + text
@@ -163,7 +154,7 @@ def test_by_hand(tmp_path, capsys):
     assert "0.4" in capsys.readouterr().err
 
 
-def test_the_refused_shards_are_kept(tmp_path, capsys):
+def test_shards_that_were_refused_are_kept_for_the_next_start(tmp_path, capsys):
     """The same command with a larger share has nothing left to do."""
     home = made("word", tmp_path / "t")
     assert prepared(tmp_path, TEXTS, home) == 2
@@ -186,7 +177,7 @@ def test_a_loss_that_nothing_can_make_good_ends_the_work(tmp_path, workers):
 
 
 @pytest.mark.parametrize("share", ["-1", "nan", "101"])
-def test_a_share_that_is_none(tmp_path, capsys, share):
+def test_a_share_out_of_range_is_refused(tmp_path, capsys, share):
     assert prepared(tmp_path, TEXTS, "bytes", f"--max-lost={share}") == 2
     assert capsys.readouterr().err.startswith("error: --max-lost: ")
 
@@ -200,8 +191,7 @@ def test_bits_per_byte_are_of_the_true_bytes_or_none(tmp_path, capsys, kind, pri
     capsys.readouterr()
     assert train.main([str(word) for word in [*words, *more]]) == 0
     out = capsys.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
-    values = [row["val_bpb"] for row in rows if "val_loss" in row]
+    values = metrics(tmp_path / "r", "val_bpb")
     assert values and all((value is not None) == prints for value in values)
     assert ("bpb" in out) == prints
     assert evaluate.main([str(tmp_path / "r")]) == 0
@@ -211,7 +201,7 @@ def test_bits_per_byte_are_of_the_true_bytes_or_none(tmp_path, capsys, kind, pri
 @pytest.mark.parametrize("words, kept", [
     (["--long", "anywhere"], 2), (["--long", "turns"], 2), (["--skip-bad"], 1),
 ])
-def test_conversations_that_are_cut(tmp_path, capsys, words, kept):
+def test_what_is_lost_of_conversations_that_are_cut_is_counted_once(tmp_path, capsys, words, kept):
     """Letters that the tokenizer makes small are lost: of the conversations that are written, each once."""
     home = made("lower", tmp_path / "t")
     (home / "chat_template.jinja").write_text(
@@ -221,12 +211,10 @@ def test_conversations_that_are_cut(tmp_path, capsys, words, kept):
     said = [("user", "Ab </s> cD"), ("assistant", "EF")]
     chats = [said, said * 30]
     rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = "".join(f"{role} {content}</s>" for chat in chats[:kept] for role, content in chat)
 
-    command = ["--chat", "--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out",
-               "--seq-len", 64, "--max-lost", 100, "--json", *words]
-    assert prepare_data.main([str(word) for word in command]) == 0
+    command = ["--chat", "--seq-len", 64, "--max-lost", 100, "--json", *words]
+    assert prepare_rows(rows, home, tmp_path / "out", *command) == 0
     report = report_of(capsys)
     assert (report["text_bytes"], report["lost_bytes"]) == (len(text), sum(map(str.isupper, text)))
     assert (report["documents"] > kept) == ("turns" in words) and report["long"] == 1
@@ -234,15 +222,13 @@ def test_conversations_that_are_cut(tmp_path, capsys, words, kept):
 
 @pytest.mark.parametrize("answer, lost", [("more words", 0), ("more 漢字 words", 6)])
 def test_control_tokens_of_a_template_are_not_lost(tmp_path, capsys, answer, lost):
-    """Of a tokenizer whose ids have no texts of their own, so that whole conversations are decoded."""
+    """The ids of this tokenizer have no texts of their own, so whole conversations are decoded."""
     home = made("word", tmp_path / "t")
     (home / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }} </s> {% endfor %}{% if add_generation_prompt %} {% endif %}"
     )
     said = [{"role": "user", "content": "some words"}, {"role": "assistant", "content": answer}]
-    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": said}) + "\n")
-    command = ["--chat", "--input", tmp_path / "in.jsonl", "--tokenizer", home, "--out", tmp_path / "out",
-               "--max-lost", 100, "--json"]
-    assert prepare_data.main([str(word) for word in command]) == 0
+    command = ["--chat", "--max-lost", 100, "--json"]
+    assert prepare_rows([{"messages": said}], home, tmp_path / "out", *command) == 0
     report = report_of(capsys)
     assert (report["lost_bytes"], report["unknown_tokens"]) == (lost, int(lost > 0))

@@ -5,7 +5,7 @@ import numpy as np
 from data.pack import pack_windows
 
 
-def test_without_boundaries():
+def test_windows_without_boundaries_count_every_target():
     b = pack_windows([np.arange(5, dtype="<u2"), np.arange(10, 15, dtype="<u2")], None)
     assert b.tokens.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert b.targets.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
@@ -13,7 +13,7 @@ def test_without_boundaries():
     assert b.documents is None
 
 
-def test_with_boundaries():
+def test_a_boundary_restarts_positions_and_masks_its_target():
     """Documents begin at 2 and 3, and, in the second row, at 4: the target alone lies beyond it."""
     b = pack_windows([np.arange(5), np.arange(5)], [np.array([2, 3]), np.array([4])])
     assert b.documents.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0]]
@@ -21,7 +21,7 @@ def test_with_boundaries():
     assert b.targets.tolist() == [[1, -100, -100, 4], [1, 2, 3, -100]]
 
 
-def test_properties():
+def test_a_token_is_a_target_where_its_predecessor_is_of_its_document():
     """Every token that has a predecessor in its own document is a target exactly once."""
     rng = np.random.default_rng(0)
     for _ in range(100):

@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 
 
 def content(out):
-    """Of its files, but for the time and the command in the .json."""
+    """The content of its files, but for the time and the command in the .json."""
     found = {end: pathlib.Path(f"{out}{end}").read_bytes() for end in ENDS}
     sidecar = json.loads(found[".json"])
     if sidecar.pop("provenance", None):
@@ -66,7 +66,7 @@ def read_back(out):
     return [tok.decode(data.document(i).tolist()) for i in range(data.documents)]
 
 
-def test_round_trip(corpus, model, tmp_path):
+def test_texts_come_back_and_the_report_counts_them(corpus, model, tmp_path):
     report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT)
     assert read_back(tmp_path / "o") == texts()
     data = IndexedDataset(tmp_path / "o")
@@ -80,29 +80,26 @@ def test_round_trip(corpus, model, tmp_path):
 
 
 def test_workers_and_units_do_not_change_a_byte(corpus, model, tmp_path):
+    found = []
     for workers, unit in ((1, UNIT), (2, UNIT), (1, 3001), (1, 10**9)):
-        prepare.prepare_corpus(
-            [corpus], model, tmp_path / f"{workers}-{unit}", workers=workers, unit_bytes=unit
-        )
-    first, *rest = (content(tmp_path / n) for n in (f"1-{UNIT}", f"2-{UNIT}", "1-3001", "1-1000000000"))
-    assert all(other == first for other in rest)
+        out = tmp_path / f"{workers}-{unit}"
+        prepare.prepare_corpus([corpus], model, out, workers=workers, unit_bytes=unit)
+        found.append(content(out))
+    assert all(other == found[0] for other in found)
 
 
-def test_every_kind_of_input(tmp_path):
+def test_every_kind_of_file_is_read(tmp_path):
     pa, zstandard = pytest.importorskip("pyarrow"), pytest.importorskip("zstandard")
     import pyarrow.parquet as pq
 
     rows, folder = texts(60), tmp_path / "in"
     folder.mkdir()
     raw = jsonl(rows)
-    (folder / "a.jsonl").write_bytes(
-        b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n\r\n")
-    )  # BOM, CRLF, blank lines
-    (folder / "b.jsonl.gz").write_bytes(
-        gzip.compress(raw[:500], mtime=0) + gzip.compress(raw[500:], mtime=0)
-    )  # two members
+    # BOM, CRLF, blank lines; two members; several frames
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n\r\n"))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(raw[:500]) + gzip.compress(raw[500:]))
     frame = zstandard.ZstdCompressor().compress
-    (folder / "c.jsonl.zst").write_bytes(frame(raw[:999]) + frame(b"") + frame(raw[999:]))  # frames
+    (folder / "c.jsonl.zst").write_bytes(frame(raw[:999]) + frame(b"") + frame(raw[999:]))
     pq.write_table(pa.table({"text": rows, "other": range(60)}), folder / "d.parquet", row_group_size=7)
     (folder / "e.txt").write_text("one\ndocument", newline="")
     (folder / "sub").mkdir()
@@ -114,7 +111,7 @@ def test_every_kind_of_input(tmp_path):
     assert read_back(tmp_path / "p") == rows * 3 + ["one\ndocument"]
 
 
-def test_hugging_face_data_sets(tmp_path):
+def test_a_hugging_face_data_set_is_read(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "set").mkdir()
     for k in range(3):
@@ -125,20 +122,17 @@ def test_hugging_face_data_sets(tmp_path):
         prepare.prepare_corpus(["hf:/no/such/set"], "bytes", tmp_path / "o")
 
 
-@pytest.mark.parametrize(
-    "name, config, split",
-    [
-        ("wiki", None, "train"),
-        ("wiki:en", "en", "train"),
-        ("wiki:test", None, "test"),
-        ("wiki:en:test", "en", "test"),
-        ("wiki::test", None, "test"),
-        ("wiki:en:", "en", "train"),
-        ("wiki:", None, "train"),
-    ],
-)
-def test_names_of_hugging_face_data_sets(monkeypatch, name, config, split):
-    """What the hub is asked for: one word is a config where the set has one of that name, else a split."""
+@pytest.mark.parametrize("name, config, split", [
+    ("wiki", None, "train"),
+    ("wiki:en", "en", "train"),
+    ("wiki:test", None, "test"),
+    ("wiki:en:test", "en", "test"),
+    ("wiki::test", None, "test"),
+    ("wiki:en:", "en", "train"),
+    ("wiki:", None, "train"),
+])
+def test_the_name_of_a_hugging_face_data_set_says_config_and_split(monkeypatch, name, config, split):
+    """One word is a config where the set has one of that name, else a split."""
     asked = []
     hub = SimpleNamespace(
         get_dataset_config_names=lambda repo: {"wiki": ["en", "de"]}[repo],
@@ -151,7 +145,7 @@ def test_names_of_hugging_face_data_sets(monkeypatch, name, config, split):
         documents.hf_dataset("a:b:c:d")
 
 
-def test_the_standard_library():
+def test_the_standard_library_is_found_without_its_tests():
     files = documents.stdlib_files()
     names = {os.path.basename(f) for f in files}
     assert {"argparse.py", "ast.py", "heapq.py"} <= names and len(files) > 300
@@ -179,7 +173,7 @@ def test_a_standard_library_that_has_changed_is_prepared_again(tmp_path, monkeyp
 
 
 def test_any_fifth_of_the_standard_library_is_a_fair_sample():
-    """Of the modules that lie in no package; in the order of their names a fifth has 10 to 65 % of them."""
+    """Of modules outside packages: in the order of their names a fifth has 10 to 65 % of them."""
     files, root = documents.stdlib_files(), sysconfig.get_paths()["stdlib"]
     single = [os.path.dirname(f) == root for f in files]
     n = len(files) // 5
@@ -205,7 +199,7 @@ prepare.prepare_corpus([source], model, out, unit_bytes=20000, fault_point=fault
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", prepare.FAULT_POINTS)
-def test_killed_anywhere_and_started_again(corpus, model, tmp_path, point):
+def test_a_start_killed_anywhere_is_finished_by_the_next(corpus, model, tmp_path, point):
     """Over an older data set: after the kill that one, none or the new one opens; after the second start, the
     new one's bytes.
     """
@@ -222,27 +216,22 @@ def test_killed_anywhere_and_started_again(corpus, model, tmp_path, point):
     report = prepare.prepare_corpus([corpus], model, out, unit_bytes=UNIT)
     assert content(out) == want and read_back(out) == texts()
     kept = {
-        "prepare.planned": 0,
-        "prepare.mid_shard": 2,
-        "prepare.pre_shard_commit": 2,
-        "prepare.mid_shard_commit": 2,
-        "prepare.post_shard": 3,
+        "prepare.planned": 0, "prepare.mid_shard": 2, "prepare.pre_shard_commit": 2,
+        "prepare.mid_shard_commit": 2, "prepare.post_shard": 3,
     }
     assert report["shards_kept"] == kept.get(point, report["shards"])
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("o")) == [
-        "o.bin",
-        "o.crc",
-        "o.idx",
-        "o.json",
-        "o.tokenizer",
+        "o.bin", "o.crc", "o.idx", "o.json", "o.tokenizer",
     ]
 
 
-def test_other_inputs_or_settings_start_over(corpus, model, tmp_path):
-    def die(name):
-        if name == "prepare.mid_merge":
-            raise ZeroDivisionError
+def die(point):
+    """A fault in the merge."""
+    if point == "prepare.mid_merge":
+        raise ZeroDivisionError
 
+
+def test_other_inputs_or_settings_start_over(corpus, model, tmp_path):
     def unfinished():
         with pytest.raises(ZeroDivisionError):
             prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT, fault_point=die)
@@ -369,21 +358,10 @@ def wait_for(what, seconds=20):
 
 
 @pytest.mark.slow
-def test_dead_workers_and_dead_parents(model, tmp_path):
+def test_a_dead_worker_is_named_and_a_dead_parent_takes_its_workers_along(model, tmp_path):
     (tmp_path / "big.jsonl").write_bytes(jsonl(texts()) * 700)
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.prepare_data",
-        "--input",
-        str(tmp_path / "big.jsonl"),
-        "--tokenizer",
-        model,
-        "--out",
-        str(tmp_path / "o"),
-        "--workers",
-        "2",
-    ]
+    command = [sys.executable, "-m", "scripts.prepare_data", "--input", str(tmp_path / "big.jsonl")]
+    command += ["--tokenizer", model, "--out", str(tmp_path / "o"), "--workers", "2"]
     for kill_parent in (False, True):
         run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         assert wait_for(lambda pid=run.pid: len(workers_of(pid)) == 2)
@@ -421,29 +399,17 @@ def test_bad_lines_are_named_and_skipped_on_request(tmp_path, line, why):
             prepare.prepare_corpus([str(path)], "bytes", tmp_path / "o", unit_bytes=unit)
         assert "\n" not in str(e.value)
     report = prepare.prepare_corpus([str(path)], "bytes", tmp_path / "o", unit_bytes=500, skip_bad=True)
-    assert (report["bad"], report["empty"], report["documents"]) == (2, 1, 40) and read_back(
-        tmp_path / "o"
-    ) == texts(40)
+    assert (report["bad"], report["empty"], report["documents"]) == (2, 1, 40)
+    assert read_back(tmp_path / "o") == texts(40)
     assert [b.split(": ")[0] for b in report["bad_records"]] == [f"{path}:31", f"{path}:43"]
 
 
-def test_skipping_is_not_inherited(tmp_path):
-    """Shards that left records out are not reused by a run that wants to hear of them."""
+def test_a_start_without_skip_bad_does_not_reuse_shards_of_one_with_it(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(jsonl(texts(20)) + b"broken\n")
 
-    def die(name):
-        if name == "prepare.mid_merge":
-            raise ZeroDivisionError
-
+    settings = {"unit_bytes": 500, "skip_bad": True, "fault_point": die}
     with pytest.raises(ZeroDivisionError):
-        prepare.prepare_corpus(
-            [str(tmp_path / "x.jsonl")],
-            "bytes",
-            tmp_path / "o",
-            unit_bytes=500,
-            skip_bad=True,
-            fault_point=die,
-        )
+        prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", **settings)
     with pytest.raises(documents.BadDocument, match="x.jsonl:21"):
         prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit_bytes=500)
 
@@ -460,22 +426,21 @@ def test_the_first_fault_is_told_by_many_workers(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
-    "name,content,told",
-    [
-        ("x.txt", b"ok\nok\n\xc3(", "x.txt:3: invalid UTF-8 .byte 0xc3"),
-        ("x.jsonl.gz", gzip.compress(jsonl(texts()))[:-900], "cannot be read to its end"),
-        ("x.jsonl.gz", b"not gzip", "cannot be read to its end: Not a gzipped"),
-        ("x.jsonl.zst", b"not zstd", "cannot be read to its end: not zstd"),
-        ("x.jsonl.zst", "cut", "cannot be read to its end: the file is cut off"),
-        ("x.parquet", b"PAR1", "not a parquet file"),
-        ("x.jsonl", b"", "holds nothing to read"),
-        ("x.txt", b"", r"no documents \(1 empty, 0 bad\)"),
-        ("x.jsonl", b'{"text": ""}\n' * 3, r"no documents \(3 empty"),
-        ("none.jsonl", None, "no such file"),
-    ],
-)
-def test_bad_files(tmp_path, name, content, told):
+@pytest.mark.parametrize("name,content,told", [
+    ("x.txt", b"ok\nok\n\xc3(", "x.txt:3: invalid UTF-8 .byte 0xc3"),
+    ("x.jsonl.gz", gzip.compress(jsonl(texts()))[:-900], "cannot be read to the end"),
+    ("x.jsonl.gz", b"not gzip", "cannot be read to the end: Not a gzipped"),
+    ("x.jsonl.zst", b"not zstd", "cannot be read to the end: not zstd"),
+    ("x.jsonl.zst", "cut", "cannot be read to the end: the file is truncated"),
+    ("x.parquet", b"PAR1", "not a parquet file"),
+    ("x.jsonl", b"", "holds nothing to read"),
+    ("x.txt", b"", r"the input has no documents \(1 empty, 0 bad\)"),
+    *((name, content, r"the input has no documents \(0 empty, 0 bad\)")
+      for name, content in (("x.jsonl", b"\n \r\n"), ("x.jsonl.gz", b""))),
+    ("x.jsonl", b'{"text": ""}\n' * 3, r"no documents \(3 empty"),
+    ("none.jsonl", None, "no such file"),
+])
+def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path, name, content, told):
     path = tmp_path / name
     if content == "cut":
         content = pytest.importorskip("zstandard").ZstdCompressor().compress(jsonl(texts()))[:-50]
@@ -486,7 +451,7 @@ def test_bad_files(tmp_path, name, content, told):
     assert "\n" not in str(e.value) and name in str(e.value)
 
 
-def test_a_column_that_is_not_there(tmp_path):
+def test_a_column_that_is_not_there_is_refused_with_those_there_are(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -521,13 +486,13 @@ def test_a_key_may_be_a_path(tmp_path, key, word, kind):
 
 
 @pytest.mark.parametrize("key", ["data.none", "data.text.more", "none.text"])
-def test_a_path_that_is_not_there(tmp_path, key):
+def test_a_key_whose_path_is_not_there_is_refused(tmp_path, key):
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in nested_rows()))
     with pytest.raises(ConfigError, match=rf"x.jsonl:1: no text under '{key}' .see --jsonl-key"):
         prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", key=key)
 
 
-def test_two_at_the_same_place(corpus, tmp_path):
+def test_a_second_process_at_the_same_out_is_refused(corpus, tmp_path):
     def second(name):
         if name == "prepare.planned":
             with pytest.raises(ConfigError, match="another process works on this --out"):
@@ -543,55 +508,30 @@ def script(*args):
     return prepare_data.main([str(a) for a in args])
 
 
-def test_script_reports(corpus, tmp_path, capsys):
-    assert (
-        script("--input", corpus, "--tokenizer", "bpe-300", "--out", tmp_path / "o", "--workers", 1, "--json")
-        == 0
-    )
+def test_the_script_reports_what_it_has_made(corpus, tmp_path, capsys):
+    words = ["--input", corpus, "--workers", 1]
+    assert script(*words, "--tokenizer", "bpe-300", "--out", tmp_path / "o", "--json") == 0
     out = capsys.readouterr().out
     report = json.loads(out)
-    assert (
-        out.count("\n") == 1
-        and report["documents"] == 300
-        and report["tokenizer"] == "bpe-300"
-        and report["sample"].startswith("0 ")
-    )
-    assert (
-        script(
-            "--input",
-            corpus,
-            "--tokenizer",
-            tmp_path / "o.tokenizer",
-            "--out",
-            tmp_path / "p",
-            "--workers",
-            1,
-        )
-        == 0
-    )
+    assert out.count("\n") == 1
+    assert (report["documents"], report["tokenizer"]) == (300, "bpe-300")
+    assert report["sample"].startswith("0 ")
+    assert script(*words, "--tokenizer", tmp_path / "o.tokenizer", "--out", tmp_path / "p") == 0
     assert "300 documents" in capsys.readouterr().out and content(tmp_path / "p") == content(tmp_path / "o")
 
 
-@pytest.mark.parametrize(
-    "args,told",
-    [
-        (["--input", "none.txt", "--tokenizer", "bytes"], "none.txt: no such file"),
-        (["--input", "stdlib", "--tokenizer", "x"], "tokenizer x: No such"),
-        (["--input", "stdlib", "--tokenizer", "bytes", "--workers", 0], "--workers: 0"),
-        (["--input", __file__, "--tokenizer", "bpe-99999"], "ask for bpe-"),
-    ],
-)
-def test_script_says_mistakes_in_one_line(tmp_path, capsys, args, told):
-    assert script(*args, "--out", tmp_path / "o") == 2
+@pytest.mark.parametrize("args,told", [
+    (["--input", "none.txt", "--tokenizer", "bytes"], "none.txt: no such file"),
+    (["--input", "stdlib", "--tokenizer", "x"], "tokenizer x: No such"),
+    (["--input", "stdlib", "--tokenizer", "bytes", "--workers", 0], "--workers: 0"),
+    (["--input", __file__, "--tokenizer", "bpe-99999"], "ask for bpe-"),
+    ([], ""),
+    (["--input", "a", "--tokenizer", "b", "--worker-count", "2"], ""),
+])
+def test_the_script_says_mistakes_in_one_line(tmp_path, capsys, args, told):
+    assert script(*args, *(["--out", tmp_path / "o"] if args else [])) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and told in err
-
-
-def test_script_refuses_a_wrong_command_in_one_line(capsys):
-    for args in ([], ["--input", "a", "--tokenizer", "b", "--out", "c", "--worker-count", "2"]):
-        assert script(*args) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("error: ") and err.count("\n") == 1
 
 
 FULL = """
@@ -604,28 +544,14 @@ sys.exit(main())
 
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("limit", [5_000, 60_000])
-def test_a_full_disk(corpus, model, tmp_path, limit):
-    """In a shard and in the merge: 82, one line with the path; nothing half is left to be read; the same
-    command goes on.
-    """
-    args = [
-        "--input",
-        corpus,
-        corpus,
-        corpus,
-        "--tokenizer",
-        model,
-        "--out",
-        str(tmp_path / "o"),
-        "--workers",
-        "1",
-    ]
+def test_a_full_disk_is_code_82_and_the_same_command_finishes(corpus, model, tmp_path, limit):
+    """In a shard and in the merge: 82, one line with the path; nothing half is left to be read."""
+    args = ["--input", *[corpus] * 3, "--tokenizer", model, "--out", str(tmp_path / "o"), "--workers", "1"]
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(limit), *args], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 82 and done.stderr.count("\n") == 1 and str(tmp_path / "o") in done.stderr, (
-        done.stderr
-    )
+    assert done.returncode == 82, done.stderr
+    assert done.stderr.count("\n") == 1 and str(tmp_path / "o") in done.stderr
     assert not (tmp_path / "o.idx").exists()
     assert script(*args) == 0 and read_back(tmp_path / "o") == texts() * 3
 
@@ -635,7 +561,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress(monkeypatch):
+def test_progress_shows_the_share_the_speed_and_the_time_left(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(prepare_data.time, "monotonic", lambda: now[0])
     for stream in (Terminal(), io.StringIO()):
@@ -657,12 +583,8 @@ def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
         path.write_text("some words " * (20 + i))
     sizes = [path.stat().st_size for path in paths]
     prepare.prepare_corpus(
-        [str(path) for path in paths],
-        model,
-        tmp_path / "o",
-        unit_bytes=sum(sizes[:2]) + 60,
-        workers=workers,
-        progress=lambda done, whole: told.append((done, whole)),
+        [str(path) for path in paths], model, tmp_path / "o", unit_bytes=sum(sizes[:2]) + 60,
+        workers=workers, progress=lambda done, whole: told.append((done, whole)),
     )
     assert {whole for _, whole in told} == {sum(sizes)} and told[0][0] == 0
     done = [each for each, _ in told]

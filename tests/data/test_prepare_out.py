@@ -1,4 +1,4 @@
-"""What lies at --out and beside it: nothing of the user's is replaced or deleted (data/prepare.py)."""
+"""Nothing of the user's at --out and beside it is replaced or deleted (data/prepare.py)."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import pathlib
 import shlex
 
 import pytest
+from prepared_data import prepare
 from ranks import MODEL
 
 import train
@@ -19,8 +20,7 @@ CHAT = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assi
 
 
 def prepared(*words):
-    words = [*words, "--tokenizer", "bytes", "--workers", 1]
-    return prepare_data.main([str(word) for word in words])
+    return prepare("--tokenizer", "bytes", *words)
 
 
 def refused(capsys, folder, *words):
@@ -82,16 +82,16 @@ def test_the_command_that_is_printed_does_not_replace_its_input(tmp_path, monkey
         assert path.read_text() == ONE
 
 
-# ---- another file in the place of the sidecar --------------------------------------------------------------
+# ---- another file instead of the sidecar -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("content", ["", CHAT + "\n" + CHAT, '{"model": "tiny", "tokens": 3}', "[1, 2]"])
-def test_another_file_in_the_place_of_the_sidecar_stays(tmp_path, capsys, content):
-    """What it holds is the user's: it is neither replaced, nor is its deletion advised."""
+def test_another_file_instead_of_the_sidecar_stays(tmp_path, capsys, content):
+    """Its content is the user's: it is neither replaced, nor is its deletion advised."""
     source = written(tmp_path / "in.jsonl", ONE)
     other = written(tmp_path / "d.json", content)
     told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
-    assert f"{other}: is not of prepare_data" in told and "choose another --out" in told
+    assert f"{other}: was not written by prepare_data" in told and "choose another --out" in told
 
 
 def test_data_beside_another_file_is_refused_without_the_advice_to_delete_it(tmp_path):
@@ -138,7 +138,7 @@ def test_what_a_killed_start_has_left_without_a_plan_is_taken(tmp_path):
 
 
 def test_a_kill_while_the_folder_is_emptied_leaves_what_says_that_it_is_ours(tmp_path, monkeypatch):
-    """By a start with other settings, and at the end of one: the same command goes on."""
+    """By a start with other settings, and at the end of one: the same command finishes."""
     source = written(tmp_path / "in.jsonl", ONE + "broken\n")
     command = ["--input", source, "--out", tmp_path / "d"]
     assert prepared(*command) == 2
@@ -162,7 +162,7 @@ def test_a_kill_while_the_folder_is_emptied_leaves_what_says_that_it_is_ours(tmp
     assert IndexedDataset(tmp_path / "d").tokens == 9 and not (tmp_path / "d.parts").exists()
 
 
-def test_a_folder_of_the_user_in_the_place_of_the_tokenizer_stays(tmp_path, capsys):
+def test_a_folder_of_the_user_instead_of_the_tokenizer_stays(tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", ONE)
     written(tmp_path / "d.tokenizer" / "tokenizer.json", "{}")
     written(tmp_path / "d.tokenizer" / "model.safetensors", "weights")
@@ -172,7 +172,7 @@ def test_a_folder_of_the_user_in_the_place_of_the_tokenizer_stays(tmp_path, caps
 
 
 @pytest.mark.parametrize("name", ["d.parts", "d.tokenizer"])
-def test_a_file_in_the_place_of_a_folder_stays(tmp_path, capsys, name):
+def test_a_file_instead_of_a_folder_stays(tmp_path, capsys, name):
     source = written(tmp_path / "in.jsonl", ONE)
     written(tmp_path / name, "mine")
     told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
@@ -184,14 +184,14 @@ def test_a_file_of_ids_without_an_index_stays(tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", ONE)
     written(tmp_path / "train.bin", "ids of the user")
     told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "train")
-    assert f"{tmp_path}/train.bin: is not of prepare_data, which would replace it" in told
+    assert f"{tmp_path}/train.bin: was not written by prepare_data, which would replace it" in told
 
 
 # ---- the name of --out -------------------------------------------------------------------------------------
 
 
-def test_a_slash_at_the_end_of_out_is_no_part_of_it(tmp_path, capsys):
-    """Which the completion of a shell adds, where a folder has that name."""
+def test_a_slash_at_the_end_of_out_is_not_part_of_it(tmp_path, capsys):
+    """The completion of a shell adds it, where a folder has that name."""
     source = written(tmp_path / "corpus" / "a.jsonl", ONE)
     out = f"{tmp_path}/corpus/"
     assert prepared("--input", source, "--out", out, "--show", 1) == 0

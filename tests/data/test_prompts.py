@@ -13,14 +13,15 @@ import pytest
 import sentencepiece
 import tokenizers
 import torch
+from prepared_data import prepare_rows, write_jsonl
 from ranks import MODEL
 from tokenizer_families import FAMILIES, make_tokenizer
 
 import train
 from config import ConfigError
-from data.prompts import any_of, open_prompts, start_token
+from data.prompts import match_any, open_prompts, start_token
 from data.tokenizer import continuation, load_tokenizer, train_bpe
-from scripts import convert, evaluate, generate, prepare_data
+from scripts import convert, evaluate, generate
 
 CORE = ["llama2", "llama3", "qwen3", "deepseek"]
 TEXT = "the cat sat on the mat, and the rat sat"
@@ -30,13 +31,8 @@ NEW = 12
 HAS_SYSTEM = ("llama3", "qwen2", "qwen3", "deepseek", "phi3", "smollm", "olmo")
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", reason="transformers is not installed")
-
-
 def told(capsys, main, *words):
-    """What a script prints, as JSON."""
+    """The JSON that a script prints."""
     capsys.readouterr()
     assert main([*map(str, words), "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -44,10 +40,8 @@ def told(capsys, main, *words):
 
 def trained(home, tokenizer, capsys, *more):
     """A run on prepared text whose weights are large, so that each token of a prompt changes the text."""
-    with open(home / "in.jsonl", "w") as file:
-        file.writelines(json.dumps({"text": f"{TEXT} {number} {TEXT}"}) + "\n" for number in range(60))
-    words = ["--input", home / "in.jsonl", "--tokenizer", tokenizer, "--out", home / "data", "--workers", 1]
-    assert prepare_data.main([str(word) for word in words]) == 0
+    rows = [{"text": f"{TEXT} {number} {TEXT}"} for number in range(60)]
+    assert prepare_rows(rows, tokenizer, home / "data") == 0
     settings = ["--data.path", home / "data", "--log.dir", home, "--log.name", "run", "--train.steps", 1]
     settings += ["--train.dtype", "fp32", "--optim.lr", 1e-6, "--model.init_std", 0.3, *more]
     assert train.main(["llama3-tiny", *MODEL, *map(str, settings)]) == 0
@@ -55,7 +49,7 @@ def trained(home, tokenizer, capsys, *more):
 
 
 def their_ids(model, ids, stops):
-    """What transformers writes greedily after these ids."""
+    """The ids that transformers writes greedily after these."""
     given = torch.tensor([ids])
     made = model.generate(
         given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=NEW, eos_token_id=stops,
@@ -139,7 +133,7 @@ def test_texts_and_scores_are_those_of_transformers(transformers, tmp_path, caps
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.template])
 def test_control_tokens_that_a_message_spells_are_text(transformers, tmp_path, name):
-    """What the template writes is control tokens: the text between them is encoded by itself, as text."""
+    """Only the template writes control tokens: the text between them is encoded by itself, as text."""
     home = make_tokenizer(name, tmp_path / "tok")
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     spelled = SPELLED.format(FAMILIES[name].special[-1], FAMILIES[name].eos)
@@ -186,7 +180,7 @@ def test_exports_have_the_start_token_that_a_run_chooses(transformers, tmp_path,
     assert told(capsys, generate.main, run, "--prompt", TEXT)["prompt_tokens"] == len(ids)
 
 
-def test_our_own_tokenizer_with_a_start_token(transformers, tmp_path, capsys):
+def test_our_own_tokenizer_is_exported_with_its_start_token(transformers, tmp_path, capsys):
     run = trained(tmp_path, "bpe-300", capsys, "--data.bos", "true")
     assert "documents begin with '<s>' (id 1), as data.bos says" in " ".join(capsys.readouterr().out.split())
     assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
@@ -204,19 +198,13 @@ def test_our_own_tokenizer_with_a_start_token(transformers, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_sentencepiece_model_that_puts_a_space_in_front(transformers, tmp_path, capsys, kind):
+def test_a_sentencepiece_model_that_puts_a_space_in_front_is_exported(transformers, tmp_path, capsys, kind):
     """As Llama's and Mistral's: the greedy text of the exported folder, its start token and its spaces."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT, "a rat and a cat"]),
-        model_writer=model,
-        vocab_size=300,
-        model_type=kind,
-        byte_fallback=True,
-        hard_vocab_limit=False,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=3,
+        sentence_iterator=iter([TEXT, "a rat and a cat"]), model_writer=model, vocab_size=300,
+        model_type=kind, byte_fallback=True, hard_vocab_limit=False, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, minloglevel=3,
     )
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     run = trained(tmp_path, tmp_path / "tokenizer.model", capsys, "--data.bos", "true")
@@ -224,7 +212,7 @@ def test_a_sentencepiece_model_that_puts_a_space_in_front(transformers, tmp_path
     assert convert.main(["to-hf", str(run), str(tmp_path / "hf")]) == 0
     report = " ".join(capsys.readouterr().out.split())
     if kind == "unigram":
-        assert "it is not a BPE; the run puts '<s>' (id 1) before a text, which this may not" in report
+        assert "it is not a BPE model; the run puts '<s>' (id 1) before a text, which this may not" in report
         return
 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -257,12 +245,12 @@ def test_a_document_begins_with_one_start_token(tmp_path, name):
 def test_of_several_texts_at_a_place_the_longest_is_found():
     texts = ("<a", "<a>", "<a>b", "b")
     for order in (texts, texts[::-1]):
-        assert any_of(order).findall("<a><a>b<ab.") == ["<a>", "<a>b", "<a", "b"]
-    assert any_of([]).search("<a>") is None
+        assert match_any(order).findall("<a><a>b<ab.") == ["<a>", "<a>b", "<a", "b"]
+    assert match_any([]).search("<a>") is None
 
 
-def test_a_text_goes_on_with_its_space(tmp_path):
-    """Of a tokenizer that drops the space in front of a text (llama2); half a letter is left to it."""
+def test_a_text_continues_with_its_space(tmp_path):
+    """A tokenizer that drops the space in front of a text (llama2), too; half a letter is left to it."""
     prefixed = load_tokenizer(make_tokenizer("llama2", tmp_path / "tok"))
     for tok in (load_tokenizer("bytes"), train_bpe([TEXT] * 9, 300), prefixed):
         ids = tok.encode(TEXT)
@@ -287,7 +275,7 @@ def test_a_sentencepiece_model_follows_the_file_beside_it(tmp_path, capsys):
         generate.main([str(run), "--prompt", TEXT, "--special"])
 
 
-def test_several_tokens_before_a_text(tmp_path):
+def test_several_tokens_before_a_text_are_refused(tmp_path):
     home = make_tokenizer("llama3", tmp_path / "tok")
     made = tokenizers.Tokenizer.from_file(str(home / "tokenizer.json"))
     names = ("<|begin_of_text|>", "<|eot_id|>")
@@ -345,7 +333,7 @@ def test_scores_are_those_of_lm_eval_on_the_exported_folder(transformers, tmp_pa
     ]
     folder = tmp_path / "tasks"
     folder.mkdir()
-    (folder / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    write_jsonl(folder / "docs.jsonl", docs)
     (folder / "own.yaml").write_text(OWN_TASK.format(folder=folder))
     (folder / "likely.yaml").write_text(LIKELY_TASK.format(folder=folder))
 

@@ -19,7 +19,7 @@ def shard(path, ids, claim=None):
     return path
 
 
-def test_both_forms(tmp_path):
+def test_files_of_nanogpt_and_modded_nanogpt_are_read(tmp_path):
     ids = [5, 6, GPT2_EOD, 7, 8, 9, GPT2_EOD, 1]
     for raw in (
         RawShards(nanogpt(tmp_path / "a.bin", ids), eod=GPT2_EOD),
@@ -40,7 +40,7 @@ def test_both_forms(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"abc", np.array([20240520, 1, 9], "<i4").tobytes() + bytes(1012 + 16)]
 )
-def test_bad_files(tmp_path, content):
+def test_a_file_of_no_known_form_is_refused(tmp_path, content):
     (tmp_path / "x.bin").write_bytes(content)
     with pytest.raises(ConfigError, match="x.bin: .* bytes are not"):
         RawShards(tmp_path / "x.bin")

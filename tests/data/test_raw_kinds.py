@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+from prepared_data import metrics
 from ranks import MODEL, corpus
 from test_contract import make_folder
 
@@ -31,8 +32,7 @@ def words(tmp_path, path, spec, *more):
 
 def losses(tmp_path, path, spec, *more, name):
     assert train.main(words(tmp_path, path, spec, *more, "--log.name", name)) == 0
-    rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    return [row[key] for row in rows for key in ("loss", "val_loss") if key in row]
+    return metrics(tmp_path / name, "loss", "val_loss")
 
 
 def large_folder(home, vocab=LARGE):
@@ -75,7 +75,7 @@ def plain_losses(tmp_path_factory):
 
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("kind", ["npy-u2", "npy-u4", "npy-i8", "llm.c-llama3", "modded"])
-def test_files_that_say_what_they_are(tmp_path, plain_losses, kind):
+def test_files_that_say_what_they_are_are_read(tmp_path, plain_losses, kind):
     """The losses are those of nanoGPT's file with the same ids."""
     path = tmp_path / ("x.npy" if kind.startswith("npy") else "x.bin")
     write(path, kind, letters())
@@ -84,7 +84,7 @@ def test_files_that_say_what_they_are(tmp_path, plain_losses, kind):
 
 
 @pytest.mark.parametrize("kind", ["uint32", "uint64", "int32"])
-def test_files_whose_width_is_stated(tmp_path, plain_losses, kind):
+def test_files_of_other_widths_are_read_where_it_is_stated(tmp_path, plain_losses, kind):
     write(tmp_path / "x.bin", kind, letters())
     told = f"x.bin: .* reads as ids of {64 if '64' in kind else 32} bits.*data.dtype"
     with pytest.raises(ConfigError, match=told):
@@ -94,7 +94,7 @@ def test_files_whose_width_is_stated(tmp_path, plain_losses, kind):
 
 
 def test_a_large_vocabulary_needs_a_width(tmp_path):
-    """EDGE: 32-bit ids were read as twice as many, every second 0 or 1."""
+    """Else 32-bit ids are read as twice as many, every second 0 or 1."""
     home = large_folder(tmp_path / "t")
     ids = letters()
     ids[::7] = LARGE - 1
@@ -110,21 +110,18 @@ def test_a_large_vocabulary_needs_a_width(tmp_path):
         train.main(words(tmp_path, tmp_path / "x.bin", home, "--data.dtype", "uint16"))
 
 
-@pytest.mark.parametrize(
-    "content, more, told",
-    [
-        ("npy-f", [], "x.npy: .*float32.*ids"),
-        ("npy-2d", [], r"x.npy: .*shape .2, 1500"),
-        ("npy-be", [], "x.npy: .*>u2"),
-        ("npy-cut", [], "x.npy: 6028 bytes are not.*truncated"),
-        ("npy-u4", ["--data.dtype", "uint16"], "data.dtype: uint16.*x.npy.*uint32"),
-        ("gzip", [], "x.bin: .*gzip"),
-        ("zip", [], "x.bin: .*zip"),
-        ("index", [], "x.bin: .*Megatron"),
-        ("magic", [], "x.bin: .*version 9"),
-        ("short", [], "x.bin: .*are not a shard of 3001"),
-    ],
-)
+@pytest.mark.parametrize("content, more, told", [
+    ("npy-f", [], "x.npy: .*float32.*ids"),
+    ("npy-2d", [], r"x.npy: .*shape .2, 1500"),
+    ("npy-be", [], "x.npy: .*>u2"),
+    ("npy-cut", [], "x.npy: 6028 bytes are not.*truncated"),
+    ("npy-u4", ["--data.dtype", "uint16"], "data.dtype: uint16.*x.npy.*uint32"),
+    ("gzip", [], "x.bin: .*gzip"),
+    ("zip", [], "x.bin: .*zip"),
+    ("index", [], "x.bin: .*Megatron"),
+    ("magic", [], "x.bin: .*version 9"),
+    ("short", [], "x.bin: .*are not a shard of 3001"),
+])
 def test_files_that_are_refused_by_what_they_are(tmp_path, content, more, told):
     ids = letters()
     arrays = {"npy-f": ids.astype("f4"), "npy-2d": ids.astype("u2").reshape(2, -1),
@@ -142,16 +139,14 @@ def test_files_that_are_refused_by_what_they_are(tmp_path, content, more, told):
         train.main(words(tmp_path, path, "bytes", *more))
 
 
-@pytest.mark.parametrize(
-    "content, told",
-    [
-        ("A page of text, named .bin, reads as ids below 65,536.\n" * 99, "x.bin: reads as text.*prepare"),
-        ("日本語の文章。" * 999, "x.bin: reads as text.*prepare"),
-        (header(20260101, 3, 3000), r"x.bin: begins with a header .*20260101, 3, 3000, 0.*data.dtype uint16"),
-        (header(7, 0, 0), r"x.bin: begins with a header .*7, 0, 0, 0"),
-    ],
-)
-def test_what_a_large_vocabulary_would_read_as_ids(tmp_path, content, told):
+@pytest.mark.parametrize("content, told", [
+    ("A page of text, named .bin, reads as ids below 65,536.\n" * 99, "x.bin: looks like text.*prepare"),
+    ("日本語の文章。" * 999, "x.bin: looks like text.*prepare"),
+    (header(20260101, 3, 3000),
+     r"x.bin: begins with an unknown header .*20260101, 3, 3000, 0.*data.dtype uint16"),
+    (header(7, 0, 0), r"x.bin: begins with an unknown header .*7, 0, 0, 0"),
+])
+def test_text_and_unknown_headers_are_refused_though_they_read_as_ids(tmp_path, content, told):
     """Without a header that is known, and with ids that every text has: both were trained in silence."""
     ids = letters().astype("<u2").tobytes()
     path = tmp_path / "x.bin"
@@ -164,21 +159,18 @@ def test_what_a_large_vocabulary_would_read_as_ids(tmp_path, content, told):
 
 def test_another_byte_order_is_not_a_larger_vocabulary(tmp_path):
     letters().astype(">u4").tofile(tmp_path / "x.bin")
-    told = r"x.bin: token \d+: id \d{9,} is of no vocabulary: .*width or byte order.*data.dtype"
+    told = r"x.bin: token \d+: id \d{9,} is in no vocabulary: .*width or byte order.*data.dtype"
     with pytest.raises(ConfigError, match=told) as refusal:
         train.main(words(tmp_path, tmp_path / "x.bin", "bytes", "--data.dtype", "uint32"))
     assert "model.vocab" not in str(refusal.value)
 
 
-def test_a_width_for_data_that_says_its_own(tmp_path):
-    with pytest.raises(ConfigError, match="data.dtype: uint32 .* .idx"):
-        train.main(words(tmp_path, corpus(tmp_path), "bytes", "--data.dtype", "uint32"))
-
-
-def test_a_width_beside_data_that_says_its_own(tmp_path):
+def test_a_width_is_refused_for_data_that_says_its_own_and_taken_beside_it(tmp_path):
     """In a blend, whose sources are also read alone, and as training and validation data."""
-    write(tmp_path / "x.bin", "uint32", letters())
     indexed = corpus(tmp_path)
+    with pytest.raises(ConfigError, match="data.dtype: uint32 .* .idx"):
+        train.main(words(tmp_path, indexed, "bytes", "--data.dtype", "uint32"))
+    write(tmp_path / "x.bin", "uint32", letters())
     blend = f"0.5 {indexed} 0.5 {tmp_path / 'x.bin'}"
     for number, more in enumerate((["--data.path", blend], ["--data.valid", blend],
                                    ["--data.path", indexed, "--data.valid", str(tmp_path / "x.bin")])):

@@ -21,7 +21,7 @@ def named(tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_tokenizer_and_itself(named, name):
+def test_a_tokenizer_keeps_every_row_of_itself(named, name):
     tok, _ = named(name)
     found = ids_by_text(tok, tok)
     texts = [tok.processor.id_to_token(number) for number in range(tok.vocab)]
@@ -44,13 +44,13 @@ def test_a_name_goes_before_what_a_token_is_for(named):
     source, id_there = named("qwen2")
     target, id_here = named("gpt2")
     assert ids_by_text(source, target)[id_here("<|endoftext|>")] == id_there("<|endoftext|>")
-    smollm, id_of = named("smollm")
+    smollm, get_id = named("smollm")
     found = ids_by_text(target, smollm)
-    assert found[id_of("<|endoftext|>")] == id_here("<|endoftext|>")
-    assert found[id_of("<|im_end|>")] == id_here("<|endoftext|>")  # ends documents here, and has no other
+    assert found[get_id("<|endoftext|>")] == id_here("<|endoftext|>")
+    assert found[get_id("<|im_end|>")] == id_here("<|endoftext|>")  # ends documents here, and has no other
 
 
-def test_texts_and_names_of_other_kinds(named):
+def test_rows_are_found_by_text_across_kinds_of_tokenizers(named):
     source, id_there = named("llama2")
     target, id_here = named("llama3")
     found = ids_by_text(source, target)

@@ -14,7 +14,7 @@ def test_permute_is_a_permutation_of_any_range():
             assert sorted(permute(np.arange(n), n, seed)) == list(range(n))
 
 
-def test_permute_place_by_place_is_the_same():
+def test_permute_gives_any_place_alone():
     whole = permute(np.arange(1000), 1000, 5)
     some = np.array([999, 0, 17])
     assert permute(some, 1000, 5).tolist() == whole[some].tolist()
@@ -35,7 +35,7 @@ def test_permute_shuffles():
     assert len(set(few)) == 24 and max(map(few.count, set(few))) < 170  # 83 of each are expected
 
 
-def test_permute_of_a_huge_range():
+def test_permute_has_no_two_alike_in_a_huge_range():
     n = 10**15 + 37
     out = permute(np.arange(10_000), n, 1)
     assert len(set(out.tolist())) == 10_000 and 0 <= out.min() and out.max() < n

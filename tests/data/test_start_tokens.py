@@ -2,11 +2,10 @@
 beside lists of tokens that are written by hand.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
+from prepared_data import prepare_rows
 from ranks import MODEL
 from tokenizer_families import FAMILIES, make_tokenizer
 
@@ -19,19 +18,17 @@ from data.start_tokens import StartedDocuments
 from data.tokenizer import load_tokenizer
 from parallel.microbatch import IGNORE_INDEX
 from runtime.failure import fail_cleanly
-from scripts import average, evaluate, prepare_data
+from scripts import average, evaluate
 
 TEXTS = [f"{'the cat sat ' * (number % 7)}on mat {number}" for number in range(50)]
+ROWS = [{"text": text} for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Documents in files as prepare_data makes them, with a tokenizer that puts bos before a text."""
     home = tmp_path_factory.mktemp("starts")
-    (home / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    words = ["--input", home / "in.jsonl", "--tokenizer", make_tokenizer("llama3", home / "tok"), "--out",
-             home / "data", "--workers", "1"]
-    assert prepare_data.main([str(word) for word in words]) == 0
+    assert prepare_rows(ROWS, make_tokenizer("llama3", home / "tok"), home / "data") == 0
     return home
 
 
@@ -65,7 +62,7 @@ def loader(home, path, *more):
     return open_loader(resolve(name, file, rest), "train", 0, 1)
 
 
-def test_ranges_are_those_of_the_list(home):
+def test_any_range_is_that_of_the_documents_by_hand(home):
     documents, bos = documents_by_hand(home, True)
     stream = np.concatenate(documents)
     firsts = np.cumsum([0, *map(len, documents)])
@@ -83,7 +80,7 @@ def test_ranges_are_those_of_the_list(home):
 
 
 @pytest.mark.parametrize("more", [(), ("--data.doc_mask", "true"), ("--data.pack", "best_fit")], ids=str)
-def test_batches_hold_them_and_count_none(home, more):
+def test_batches_hold_start_tokens_and_count_none(home, more):
     documents, bos = documents_by_hand(home, True)
     stream = np.concatenate(documents).tolist()
     data = loader(home, home / "data", *more)
@@ -100,7 +97,7 @@ def test_batches_hold_them_and_count_none(home, more):
     assert data.prompts.document("a")[0] == bos
 
 
-def test_a_file_that_has_them_is_read_as_it_is(home):
+def test_a_file_that_has_start_tokens_is_read_as_it_is(home):
     documents, bos = documents_by_hand(home, True)
     there = loader(home, written(home, "there", documents))
     put = loader(home, home / "data")
@@ -114,7 +111,7 @@ def test_a_file_that_has_them_is_read_as_it_is(home):
         loader(home, written(home, "mixed", documents))
 
 
-def test_without_them_files_are_read_as_ever(home):
+def test_data_bos_false_puts_no_start_token(home):
     documents, bos = documents_by_hand(home, False)
     data = loader(home, home / "data", "--data.bos", "false")
     assert bos not in torch.cat([batch.tokens for batch in data.microbatches(0)])
@@ -137,7 +134,7 @@ def test_files_whose_documents_are_not_known_are_refused(home):
         loader(home, bare, "--data.bos", "true")
 
 
-def test_a_run_does_not_go_on_with_the_other(home, tmp_path, capsys):
+def test_a_run_does_not_resume_with_the_other_choice(home, tmp_path, capsys):
     words = ["--log.name", "run", "--log.dir", tmp_path]
     assert train.main(settings(home, home / "data", *words)) == 0
     more = [*words, "--train.steps", "5", "--data.bos", "false"]
@@ -151,7 +148,7 @@ def test_a_run_does_not_go_on_with_the_other(home, tmp_path, capsys):
 
 @pytest.mark.parametrize("more", [(), ("--data.doc_mask", "true"), ("--data.pack", "best_fit")], ids=str)
 def test_what_the_header_says_to_count_is_what_batches_count(home, more):
-    """Three steps of four sequences, of which the header tells the share."""
+    """The share in three steps of four sequences."""
     data = loader(home, home / "data", *more)
     counts = data.count_targets(3)
     batches = [batch for step in range(3) for batch in data.microbatches(step)]
@@ -161,7 +158,7 @@ def test_what_the_header_says_to_count_is_what_batches_count(home, more):
     assert counts.cut is None
 
 
-def test_of_conversations_it_says_what_begins_before_its_sequence(home, tmp_path):
+def test_the_header_says_how_much_of_conversations_begins_before_its_sequence(home, tmp_path):
     """In the plain format, which has no token for a beginning of its own; all by hand from the lists."""
     make_tokenizer("llama3", tmp_path / "tok")
     (tmp_path / "tok" / "chat_template.jinja").unlink()
@@ -169,10 +166,7 @@ def test_of_conversations_it_says_what_begins_before_its_sequence(home, tmp_path
     turns = [("user", "the cat sat"), ("assistant", "on the mat")] * 2
     rows = [{"messages": [{"role": role, "content": text * (1 + number % 3)} for role, text in turns]}
             for number in range(40)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["--chat", "--input", tmp_path / "in.jsonl", "--tokenizer", tmp_path / "tok", "--out",
-             tmp_path / "chats", "--workers", "1"]
-    assert prepare_data.main([str(word) for word in words]) == 0
+    assert prepare_rows(rows, tmp_path / "tok", tmp_path / "chats", "--chat") == 0
 
     data = loader(tmp_path, tmp_path / "chats")
     counts = data.count_targets(3)
@@ -190,16 +184,14 @@ def test_of_conversations_it_says_what_begins_before_its_sequence(home, tmp_path
 
 def test_the_prompt_of_samples_is_there_where_the_start_token_ends_documents_too(home, tmp_path):
     """GPT-2's <|endoftext|> is both."""
-    words = ["--input", home / "in.jsonl", "--tokenizer", make_tokenizer("gpt2", tmp_path / "tok"), "--out",
-             tmp_path / "data", "--workers", "1"]
-    assert prepare_data.main([str(word) for word in words]) == 0
+    assert prepare_rows(ROWS, make_tokenizer("gpt2", tmp_path / "tok"), tmp_path / "data") == 0
     data = loader(tmp_path, tmp_path / "data", "--data.bos", "true")
     assert data.prompts.start.id == data.tokenizer.eod
     assert data.opening_words() == "on mat 0"
 
 
 def test_a_file_of_ids_has_what_ends_documents_in_front_of_them(tmp_path):
-    """Of a tokenizer that has one token for both, as GPT-2's: the first document alone has none before it."""
+    """Where a tokenizer has one token for both, as GPT-2's: the first document alone has none before it."""
     home = make_tokenizer("gpt2", tmp_path / "tok")
     tok = load_tokenizer(home)
     assert tok.eod == tok.contract.start.id
@@ -234,4 +226,4 @@ def test_models_whose_documents_begin_otherwise_are_not_averaged(home, tmp_path,
         assert train.main(words) == 0
     folders = [str(tmp_path / name) for name in ("with", "without", "mean")]
     assert fail_cleanly(average.main, folders) == 2
-    assert "begin otherwise" in capsys.readouterr().err and not (tmp_path / "mean").exists()
+    assert "begin differently" in capsys.readouterr().err and not (tmp_path / "mean").exists()

@@ -25,67 +25,28 @@ def read(path, **more):
 
 # (a line, its texts with | before what is scored, the right one)
 LINES = [
-    (
-        {"context": "2 + 3 =", "choices": ["5", "6"], "answer": 0},
-        ["2 + 3 =| 5", "2 + 3 =| 6"],
-        0,
-    ),
+    ({"context": "2 + 3 =", "choices": ["5", "6"], "answer": 0}, ["2 + 3 =| 5", "2 + 3 =| 6"], 0),
     ({"context": "a ", "choices": ["b", " c"], "answer": 1}, ["a |b", "a | c"], 1),
     ({"context": "", "choices": ["b", "c"], "answer": "1"}, ["|b", "|c"], 1),
     ({"context": "x", "choices": ["b", "c"], "answer": 0, "delimiter": "=>"}, ["x=>|b", "x=>|c"], 0),
     ({"query": "q", "choices": ["b", "c"], "gold": 1}, ["q| b", "q| c"], 1),
-    (
-        {"context_options": ["Tom", "Ann"], "continuation": "slept", "gold": 1},
-        ["Tom| slept", "Ann| slept"],
-        1,
-    ),
+    ({"context_options": ["Tom", "Ann"], "continuation": "slept", "gold": 1}, ["Tom| slept", "Ann| slept"],
+     1),
     ({"context": " to be ", "continuation": "or not"}, ["to be| or not"], 0),
-    (
-        {
-            "activity_label": "Baking",
-            "ctx": "He [step] mixes",
-            "endings": ["eggs", "it [title] Done"],
-            "label": "1",
-        },
-        ["Baking: He mixes| eggs", "Baking: He mixes| it. Done"],
-        1,
-    ),
-    (
-        {"goal": "open a jar", "sol1": "turn", "sol2": "wait", "label": 0},
-        ["Question: open a jar\nAnswer:| turn", "Question: open a jar\nAnswer:| wait"],
-        0,
-    ),
-    (
-        {"sentence": "The cup hit the mat and _ broke.", "option1": "cup", "option2": "mat", "answer": "1"},
-        ["The cup hit the mat and cup| broke.", "The cup hit the mat and mat| broke."],
-        0,
-    ),
-    (
-        {"question": "is it blue", "passage": "Sky.", "answer": True},
-        ["Sky.\nQuestion: is it blue?\nAnswer:| no", "Sky.\nQuestion: is it blue?\nAnswer:| yes"],
-        1,
-    ),
-    (
-        {"question": "Why?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"},
-        ["Question: Why?\nAnswer:| x", "Question: Why?\nAnswer:| y"],
-        1,
-    ),
-    (
-        {
-            "question": {
-                "stem": "Why?",
-                "choices": [{"text": "x", "label": "1"}, {"text": "y", "label": "2"}],
-            },
-            "answerKey": "1",
-        },
-        ["Question: Why?\nAnswer:| x", "Question: Why?\nAnswer:| y"],
-        0,
-    ),
-    (
-        {"question": "Why? ", "choices": ["x", "y", "z"], "answer": 2, "subject": "s"},
-        [f"Why?\nA. x\nB. y\nC. z\nAnswer:| {letter}" for letter in "ABC"],
-        2,
-    ),
+    ({"activity_label": "Baking", "ctx": "He [step] mixes", "endings": ["eggs", "it [title] Done"],
+      "label": "1"}, ["Baking: He mixes| eggs", "Baking: He mixes| it. Done"], 1),
+    ({"goal": "open a jar", "sol1": "turn", "sol2": "wait", "label": 0},
+     ["Question: open a jar\nAnswer:| turn", "Question: open a jar\nAnswer:| wait"], 0),
+    ({"sentence": "The cup hit the mat and _ broke.", "option1": "cup", "option2": "mat", "answer": "1"},
+     ["The cup hit the mat and cup| broke.", "The cup hit the mat and mat| broke."], 0),
+    ({"question": "is it blue", "passage": "Sky.", "answer": True},
+     ["Sky.\nQuestion: is it blue?\nAnswer:| no", "Sky.\nQuestion: is it blue?\nAnswer:| yes"], 1),
+    ({"question": "Why?", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"},
+     ["Question: Why?\nAnswer:| x", "Question: Why?\nAnswer:| y"], 1),
+    ({"question": {"stem": "Why?", "choices": [{"text": "x", "label": "1"}, {"text": "y", "label": "2"}]},
+      "answerKey": "1"}, ["Question: Why?\nAnswer:| x", "Question: Why?\nAnswer:| y"], 0),
+    ({"question": "Why? ", "choices": ["x", "y", "z"], "answer": 2, "subject": "s"},
+     [f"Why?\nA. x\nB. y\nC. z\nAnswer:| {letter}" for letter in "ABC"], 2),
     ({"question": "Why?", "choices": ["x", "y"], "answer": "B"},
      [f"Why?\nA. x\nB. y\nAnswer:| {letter}" for letter in "AB"], 1),
     ({"text": "the end of it all\n"}, ["the end of it| all"], 0),
@@ -93,7 +54,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("item, texts, answer", LINES, ids=lambda value: str(value)[:40])
-def test_layouts(tmp_path, item, texts, answer):
+def test_each_layout_has_these_prompts_and_answers(tmp_path, item, texts, answer):
     (example,) = (task := read(written(tmp_path, item))).examples
     found = []
     for option in example.options:
@@ -116,13 +77,13 @@ BAD = [
     ([GOOD | {"context": 3}], ":1: context must be a text, and is int"),
     ([GOOD | {"choices": ["b", " "]}], ":1: an answer without text"),
     ([GOOD | {"context": "\ud800"}], ":1: half a character"),
-    ([GOOD, {"context": "a", "continuation": "b"}], ":2: choices and continuations in one file; divide it"),
+    ([GOOD, {"context": "a", "continuation": "b"}], ":2: choices and continuations in one file; split it"),
     ([{"goal": "a", "sol1": "b", "sol2": "c", "label": -1}], ":1: label must be a number from 0 to 1"),
     ([{"sentence": "a", "option1": "b", "option2": "c", "answer": "1"}], ":1: sentence has no _"),
     ([{"sentence": "_ b", "option1": "b", "option2": "c", "answer": ""}], ":1: answer must be 1 or 2"),
     ([{"question": "a", "passage": "b", "answer": "yes"}], ":1: answer must be true or false"),
     ([{"question": "a", "choices": {"text": ["b", "c"], "label": ["A", "B"]}, "answerKey": ""}],
-     ":1: answerKey '' is none of the labels A, B"),
+     ":1: answerKey '' is not one of the labels A, B"),
     ([{"question": "a", "choices": "b", "answerKey": "A"}], ":1: question and choices are not as in ARC"),
     ([{"text": "word"}], ":1: text has one word"),
     ([], ": has no examples"),
@@ -138,14 +99,14 @@ def test_a_bad_line_is_named(tmp_path, items, says):
     assert line.startswith(f"eval.tasks: {path}{says}") and "\n" not in line
 
 
-def test_bad_paths(tmp_path):
+def test_a_path_without_tasks_is_refused(tmp_path):
     written(tmp_path / "one", GOOD)
     (tmp_path / "bytes.jsonl").write_bytes(b'{"text": "\xff"}\n')
     (tmp_path / "empty").mkdir()
     for paths, says in (
         ("nowhere.jsonl", "eval.tasks: nowhere.jsonl: No such file or directory"),
         (f"{tmp_path}/empty", f"eval.tasks: {tmp_path}/empty: a folder without .jsonl files and "),
-        (f"{tmp_path}/one,{tmp_path}/one/task.jsonl", "eval.tasks: two tasks are called task; rename"),
+        (f"{tmp_path}/one,{tmp_path}/one/task.jsonl", "eval.tasks: two tasks are named task; rename"),
         (f"{tmp_path}/bytes.jsonl", f"eval.tasks: {tmp_path}/bytes.jsonl:1: not UTF-8 text"),
     ):
         with pytest.raises(ConfigError) as refused:
@@ -161,27 +122,15 @@ def test_a_limit_takes_the_same_examples_every_time(tmp_path):
     assert few == whole[:7]
 
 
+def listed(label, uri, shots, kind):
+    return {"label": label, "dataset_uri": uri, "num_fewshot": [shots], "icl_task_type": kind}
+
+
 def core(folder, **changes):
     """A folder in CORE's form, with three tasks. changes: of the first."""
-    first = {
-        "label": "sums",
-        "dataset_uri": "math/sums.jsonl",
-        "num_fewshot": [2],
-        "icl_task_type": "multiple_choice",
-        "continuation_delimiter": "\nAnswer: ",
-    }
-    schema = {
-        "label": "who",
-        "dataset_uri": "who.jsonl",
-        "num_fewshot": [0],
-        "icl_task_type": "schema",
-    }
-    text = {
-        "label": "words",
-        "dataset_uri": "words.jsonl",
-        "num_fewshot": [1],
-        "icl_task_type": "language_modeling",
-    }
+    first = listed("sums", "math/sums.jsonl", 2, "multiple_choice") | {"continuation_delimiter": "\nAnswer: "}
+    schema = listed("who", "who.jsonl", 0, "schema")
+    text = listed("words", "words.jsonl", 1, "language_modeling")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "core.yaml").write_text(json.dumps({"icl_tasks": [first | changes, schema, text]}))
     (folder / "eval_meta_data.csv").write_text(
@@ -199,7 +148,7 @@ def core(folder, **changes):
     return folder
 
 
-def test_the_folder_of_core(tmp_path):
+def test_a_folder_of_core_has_the_prompts_of_nanochat(tmp_path):
     sums, who, words = read_tasks("eval.tasks", str(core(tmp_path)))
     assert [task.name for task in (sums, who, words)] == ["sums", "who", "words"]
     assert [task.baseline for task in (sums, who, words)] == [0.25, 0.5, 0]
@@ -221,17 +170,14 @@ def test_the_folder_of_core(tmp_path):
     assert len(fewer.examples) == 5 and fewer.prompt(0).count("Answer: ") == 4
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"label": "other"}, "eval_meta_data.csv: has no Random baseline of other"),
-        ({"icl_task_type": "schema_"}, "core.yaml: sums is of the type schema_, and "),
-        ({"num_fewshot": 2}, "core.yaml: a task needs label, dataset_uri, icl_task_type and num_fewshot [N]"),
-        ({"dataset_uri": "none.jsonl"}, "none.jsonl: No such file or directory"),
-        ({"num_fewshot": [9]}, "sums: a prompt shows 9 other examples, and there are 9 "),
-    ],
-)
-def test_a_bad_folder_of_core(tmp_path, changes, says):
+@pytest.mark.parametrize("changes, says", [
+    ({"label": "other"}, "eval_meta_data.csv: has no Random baseline of other"),
+    ({"icl_task_type": "schema_"}, "core.yaml: sums is of the type schema_, and "),
+    ({"num_fewshot": 2}, "core.yaml: a task needs label, dataset_uri, icl_task_type and num_fewshot [N]"),
+    ({"dataset_uri": "none.jsonl"}, "none.jsonl: No such file or directory"),
+    ({"num_fewshot": [9]}, "sums: a prompt shows 9 other examples, and there are 9 "),
+])
+def test_a_folder_of_core_that_does_not_hang_together_is_refused(tmp_path, changes, says):
     with pytest.raises(ConfigError) as refused:
         read_tasks("eval.tasks", str(core(tmp_path, **changes)))
     assert says in str(refused.value) and str(refused.value).startswith("eval.tasks: ")
@@ -245,7 +191,7 @@ NO_LIST = "core.yaml: icl_tasks must be a list of tasks"
     *(({"icl_tasks": value}, NO_LIST) for value in (None, [], "sums", {"a": 1})),
     *(({"icl_tasks": [task]}, "core.yaml: a task needs label") for task in (3, "sums", {"label": "sums"})),
 ])
-def test_a_listing_of_core_that_names_no_tasks(tmp_path, listing, says):
+def test_a_listing_of_core_without_tasks_is_refused(tmp_path, listing, says):
     (core(tmp_path) / "core.yaml").write_text(json.dumps(listing))
     with pytest.raises(ConfigError, match=re.escape(says)):
         read_tasks("eval.tasks", str(tmp_path))
@@ -257,7 +203,7 @@ def test_a_listing_of_core_that_names_no_tasks(tmp_path, listing, says):
     ("Eval Task,Random baseline\nsums,much\n", "csv:2: needs the columns"),
     ("Eval Task,baseline\nsums,25\n", "csv:2: needs the columns"),
 ])
-def test_a_baseline_of_core_that_is_none(tmp_path, text, says):
+def test_a_random_baseline_that_is_not_a_share_is_refused(tmp_path, text, says):
     (core(tmp_path) / "eval_meta_data.csv").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(says)):
         read_tasks("eval.tasks", str(tmp_path))

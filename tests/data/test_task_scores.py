@@ -52,7 +52,7 @@ def test_the_report_has_a_line_for_each_task():
     assert lines == ["sums    acc 0.250  bpb 1.500", "a task  acc 0.123", "1,234 examples in 5.7 s"]
 
 
-def test_the_bytes_that_are_scored():
+def test_the_answer_and_the_space_before_it_are_scored():
     assert scored("ab", " c") == (list(b"ab"), list(b" c"))
     assert scored("ab ", "c") == (list(b"ab"), list(b" c"))  # the space belongs to the answer, either way
     assert scored("ab\n", "c") == (list(b"ab"), list(b"\nc"))
@@ -77,16 +77,12 @@ def test_a_token_of_context_and_answer_is_scored_whole():
     assert scored("a", "bc", tok) == ([0], tok.encode("abc"))  # nothing of the context is left: a document
 
 
-def test_pieces_of_a_trained_tokenizer(tmp_path):
+def test_the_scored_pieces_of_a_trained_tokenizer_are_the_answer(tmp_path):
     """The scored pieces, decoded, are the answer with the space before it."""
     (tmp_path / "text").write_text("the cat sat on the mat\nthe dog sat on the log\n" * 50)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"),
-        model_prefix=str(tmp_path / "pieces"),
-        vocab_size=60,
-        model_type="bpe",
-        minloglevel=2,
-        hard_vocab_limit=False,
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "pieces"), vocab_size=60, model_type="bpe",
+        minloglevel=2, hard_vocab_limit=False,
     )
     tok = tokenizer.load_tokenizer(tmp_path / "pieces.model")
     for before, continuation in (("the cat sat on", " the mat"), ("the cat sat on ", "the mat")):
@@ -104,7 +100,7 @@ def given(log_probs):
     return lambda rows: [value if isinstance(value, Score) else Score(value, False) for value in log_probs]
 
 
-def test_metrics_by_hand():
+def test_answers_are_chosen_by_sum_by_byte_and_by_token():
     """Three ways to choose, three answers: by sums the first, per byte the second, per token the third."""
     endings = ["a", "bbbbbbbb", "  cé"]  # 1, 8 and 3 bytes
     example = Example(tuple(Option("x", ending) for ending in endings), 0, "f:1")
@@ -125,14 +121,14 @@ def test_metrics_by_hand():
         assert report.core is None and set(report.flat()) == {f"tasks/t/{name}" for name in found}
 
 
-def test_of_equal_answers_the_first_counts():
+def test_the_first_of_equal_answers_is_chosen():
     examples = [Example((Option("x", "a"), Option("x", "b")), answer, "f:1") for answer in (0, 1)]
     encoded = encode_tasks("k", [task(examples)], Prompts(BYTES), 100)
     found = score_tasks(encoded, given([-1.0] * 4)).metrics["t"]
     assert found["acc"] == found["acc_norm"] == found["acc_token"] == 0.5
 
 
-def test_continuations_and_core():
+def test_core_is_the_mean_of_centered_accuracies():
     texts = [Example((Option("x", ending),), 0, "f:1") for ending in ("ab", "abcd")]
     chosen = [Example((Option("x", "a"), Option("x", "b")), 0, "f:1")]
     tasks = [
@@ -201,7 +197,7 @@ def test_rounds_have_every_row_once_and_one_shape(ranks, multiple):
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 200, 10_000])
-def test_scores_of_rows_by_hand(batch_tokens):
+def test_rows_have_the_scores_of_a_bigram_model(batch_tokens):
     """A model of bigrams: the log-probability of a token depends on the one before it."""
     rng = torch.Generator().manual_seed(1)
     table = torch.randn(50, 50, generator=rng, dtype=torch.float64).log_softmax(-1)

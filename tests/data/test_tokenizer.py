@@ -5,26 +5,15 @@ import random
 
 import pytest
 import sentencepiece
+from prepared_data import byte_level_bpe
 
 from config import ConfigError
 from data import tokenizer
 from data.documents import stdlib_files
 
 PROBES = [
-    "def f(x):\n    return  x\n",
-    "\n\n\n",
-    "   leading",
-    "trailing  ",
-    "\t\ttabs\n",
-    "1234567890",
-    "日本語とemoji 🙂\n",
-    "a\r\nb\r",
-    "naïve café",
-    "</s><s><unk>",
-    "nul\0byte",
-    "x" * 5000,
-    "",
-    "\ufeffbom",
+    "def f(x):\n    return  x\n", "\n\n\n", "   leading", "trailing  ", "\t\ttabs\n", "1234567890",
+    "日本語とemoji 🙂\n", "a\r\nb\r", "naïve café", "</s><s><unk>", "nul\0byte", "x" * 5000, "", "\ufeffbom",
     "e\u0301 combining",
 ]
 
@@ -37,16 +26,8 @@ def bpe():
 @pytest.fixture
 def folder(tmp_path):
     """A byte-level tokenizer.json as the hub has them."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tok.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|begin|>", "<|stop|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tok.train_from_iterator(["some text to learn from, some more text"] * 5, trainer)
+    texts = ["some text to learn from, some more text"] * 5
+    tok = byte_level_bpe(texts, 300, ["<|begin|>", "<|stop|>"])
     tok.enable_truncation(4)  # as some hub files do
     tok.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(
@@ -69,23 +50,19 @@ def check_saved(tok, folder):
     tok.save(folder)
     again = tokenizer.load_tokenizer(folder)
     assert (again.name, again.vocab, again.eod, again.bos, again.fingerprint) == (
-        tok.name,
-        tok.vocab,
-        tok.eod,
-        tok.bos,
-        tok.fingerprint,
+        tok.name, tok.vocab, tok.eod, tok.bos, tok.fingerprint,
     )
     assert again.encode(PROBES[0]) == tok.encode(PROBES[0])
 
 
-def test_bytes(tmp_path):
+def test_text_comes_back_from_bytes(tmp_path):
     tok = tokenizer.load_tokenizer("bytes")
     assert (tok.vocab, tok.eod) == (257, 256)
     check_round_trips(tok, PROBES)
     check_saved(tok, tmp_path / "t")
 
 
-def test_bpe(bpe, tmp_path):
+def test_text_comes_back_from_a_trained_bpe(bpe, tmp_path):
     assert (bpe.name, bpe.vocab, bpe.eod, bpe.bos) == ("bpe-600", 600, 2, 1)
     check_round_trips(bpe, PROBES)
     check_saved(bpe, tmp_path / "t")
@@ -97,7 +74,7 @@ def test_bpe(bpe, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_a_model_of_another_s_is_not_called_ours(tmp_path, kind):
+def test_a_model_of_another_program_is_not_called_ours(tmp_path, kind):
     """It has a piece for the newline, as ours has, or its pieces are of BPE, as ours are, and not both."""
     symbols = ["\n"] if kind == "unigram" else []
     text = open(stdlib_files()[0], encoding="utf-8").read().split("\n")
@@ -123,23 +100,20 @@ def test_long_lines_are_learnt_from():
     assert "".join(tokenizer.split_long_line(line)) == line
 
 
-@pytest.mark.parametrize(
-    "texts,pieces,told",
-    [
-        ([], 300, "no text to train on"),
-        (["", "\n\n"], 300, "no text"),
-        (["ab"], 5000, "ask for bpe-"),
-        (["abc"], 100, "at least 2"),
-        (["abcdefghijk"], 262, "at least 271"),
-    ],
-)
-def test_training_mistakes(texts, pieces, told):
+@pytest.mark.parametrize("texts,pieces,told", [
+    ([], 300, "no text to train on"),
+    (["", "\n\n"], 300, "no text"),
+    (["ab"], 5000, "ask for bpe-"),
+    (["abc"], 100, "at least 2"),
+    (["abcdefghijk"], 262, "at least 271"),
+])
+def test_too_little_text_to_train_on_is_refused(texts, pieces, told):
     with pytest.raises(ConfigError, match=told) as e:
         tokenizer.train_bpe(texts, pieces)
     assert "\n" not in str(e.value)
 
 
-def test_json(folder, tmp_path):
+def test_text_comes_back_from_a_tokenizer_json(folder, tmp_path):
     tok = tokenizer.load_tokenizer(folder)
     assert tok.eod == 1 and tok.bos == 0 and tok.vocab == 279
     check_round_trips(tok, [*PROBES, "a page that quotes <|stop|> must not end a document"])
@@ -155,13 +129,13 @@ def test_json(folder, tmp_path):
     assert alone.eod == 0 and alone.fingerprint != tok.fingerprint  # the first of several
 
 
-def test_json_without_an_end(folder):
+def test_a_tokenizer_json_without_an_end_is_refused(folder):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="no end-of-document token; put tokenizer_config.json"):
         tokenizer.load_tokenizer(folder)
 
 
-def test_json_that_draws_its_tokens_at_random(folder):
+def test_a_tokenizer_json_that_draws_its_tokens_at_random_is_refused(folder):
     """BPE-dropout: the same text had other tokens at each preparation, in silence."""
     spec = json.loads((folder / "tokenizer.json").read_text())
     spec["model"]["dropout"] = 0.3
@@ -173,22 +147,20 @@ def test_json_that_draws_its_tokens_at_random(folder):
     assert tokenizer.load_tokenizer(folder).eod == 1
 
 
-@pytest.mark.parametrize(
-    "name,content,told",
-    [
-        ("x.model", b"", "not a sentencepiece model"),
-        ("x.model", b"garbage" * 99, "not a sentencepiece model"),
-        ("x.pt", b"[CounterSpec]\nmethod=sentencepiece\n\xff", "model; give one, a tokenizer.json or a"),
-        ("vocab.txt", b"[PAD]\n[unused0]\n[CLS]\n", "is a list of words, as of WordPiece, which is not read"),
-        ("vocab.bpe", "#version: 0.2\nĠ t\n".encode(), "is a list of merges, which is not read"),
-        ("encoder.json", b'{"!": 0, "\\"": 1}', "is a vocabulary without its merges, which is not read"),
-        ("tokenizer.json", b"{}", "not a tokenizer.json"),
-        ("tokenizer.json", b"\xff", "not a tokenizer.json"),
-        ("none.model", None, "No such file"),
-        ("bpe-1024", None, "bpe-N is for data.path stdlib"),
-    ],
-)
-def test_bad_files(tmp_path, name, content, told):
+@pytest.mark.parametrize("name,content,told", [
+    ("x.model", b"", "not a sentencepiece model"),
+    ("x.model", b"garbage" * 99, "not a sentencepiece model"),
+    ("x.pt", b"[CounterSpec]\nmethod=sentencepiece\n\xff", "model; give one, a tokenizer.json or a"),
+    ("vocab.txt", b"[PAD]\n[unused0]\n[CLS]\n",
+     "is a list of words, as of WordPiece, which is not supported"),
+    ("vocab.bpe", "#version: 0.2\nĠ t\n".encode(), "is a list of merges, which is not supported"),
+    ("encoder.json", b'{"!": 0, "\\"": 1}', "is a vocabulary without its merges, which is not supported"),
+    ("tokenizer.json", b"{}", "not a tokenizer.json"),
+    ("tokenizer.json", b"\xff", "not a tokenizer.json"),
+    ("none.model", None, "No such file"),
+    ("bpe-1024", None, "bpe-N is for data.path stdlib"),
+])
+def test_a_file_that_is_not_a_tokenizer_is_refused_by_what_it_is(tmp_path, name, content, told):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=told) as e:
@@ -196,6 +168,6 @@ def test_bad_files(tmp_path, name, content, told):
     assert "\n" not in str(e.value) and name in str(e.value)
 
 
-def test_an_empty_folder(tmp_path):
+def test_an_empty_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no tokenizer.json"):
         tokenizer.load_tokenizer(tmp_path)

@@ -3,6 +3,7 @@ folders hold them, and copies that lose none."""
 import json
 
 import pytest
+from prepared_data import byte_level_bpe, prepare_rows
 from ranks import MODEL, job
 
 from config import ConfigError
@@ -12,7 +13,6 @@ from data.conversation import BadConversation, read_conversation
 from data.prompts import Prompts
 from data.tokenizer import load_tokenizer
 from runtime.folder import refuse_links
-from scripts import prepare_data
 
 FILE, MORE, CONFIG = "chat_template.jinja", "additional_chat_templates/{}.jinja", "tokenizer_config.json"
 PROCESSOR, LEGACY = "processor_config.json", "chat_template.json"
@@ -32,7 +32,7 @@ def named(**templates):
 
 A, B, T = written("A"), written("B"), written("T", tools=True)
 # {case: ({file: template, or what is under chat_template}, what writes a conversation, what one with tools)}
-# A name is that of the place, as the report has it; None: refused.
+# A name is that of the place, as the report has it; None is refused.
 FOLDERS = {
     "file": ({FILE: A}, FILE, None),
     "file, crlf": ({FILE: A.replace("<", "\r\n<")}, FILE, None),
@@ -63,26 +63,14 @@ FOLDERS = {
 
 
 @pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", reason="transformers is not installed")
-
-
-@pytest.fixture(scope="module")
 def bare(tmp_path_factory):
     """A tokenizer.json of bytes, without a template."""
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: no tokenizer.json")
     home = tmp_path_factory.mktemp("bare")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([], tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False))
-    made.save(str(home / "tokenizer.json"))
+    byte_level_bpe((), 300, ["</s>"]).save(str(home / "tokenizer.json"))
     return home
 
 
-def folder_of(bare, home, files):
+def generation_folder(bare, home, files):
     """The tokenizer with templates in these files."""
     settings = {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     tokenizer_files.write_files(home, {"tokenizer.json": (bare / "tokenizer.json").read_bytes()})
@@ -94,7 +82,7 @@ def folder_of(bare, home, files):
     return home
 
 
-def text_of(form, tools):
+def get_text(form, tools):
     try:
         return form.write(read_conversation({"messages": MESSAGES, "tools": tools})).text
     except BadConversation:
@@ -111,7 +99,7 @@ def text_of_transformers(theirs, tools):
 @pytest.mark.parametrize("case", FOLDERS)
 def test_the_template_is_that_of_transformers(transformers, bare, tmp_path, case):
     files, place, place_with_tools = FOLDERS[case]
-    home = folder_of(bare, tmp_path / "t", files)
+    home = generation_folder(bare, tmp_path / "t", files)
     theirs = transformers.AutoTokenizer.from_pretrained(home)
     tok = load_tokenizer(home)
     wanted = {tools is not None: text_of_transformers(theirs, tools) for tools in (None, TOOLS)}
@@ -124,10 +112,10 @@ def test_the_template_is_that_of_transformers(transformers, bare, tmp_path, case
     if place == "":
         assert wanted == {False: None, True: None} and isinstance(form, PlainChat)
         return
-    assert text_of(form, None) == wanted[False]
+    assert get_text(form, None) == wanted[False]
     assert (place is None) == (wanted[False] is None)
     # a template that does not write the definitions is refused here, and not there
-    assert text_of(form, TOOLS) == (wanted[True] if place_with_tools else None)
+    assert get_text(form, TOOLS) == (wanted[True] if place_with_tools else None)
     assert wanted[True] is not None
     takes = form.with_tools or form
     assert form.place == (place or place_with_tools) and takes.place == (place_with_tools or place)
@@ -143,9 +131,9 @@ OF_PROCESSORS = {
 @pytest.mark.parametrize("case", OF_PROCESSORS)
 def test_the_template_of_a_processor_is_taken_where_the_tokenizer_has_none(bare, tmp_path, case):
     files, place, passed_over = OF_PROCESSORS[case]
-    form = chat_format(load_tokenizer(folder_of(bare, tmp_path / "t", files)))
+    form = chat_format(load_tokenizer(generation_folder(bare, tmp_path / "t", files)))
     assert (form.place, form.passed_over) == (place, passed_over)
-    assert [text_of(form, tools) for tools in (None, TOOLS)] == [
+    assert [get_text(form, tools) for tools in (None, TOOLS)] == [
         "T<user>ask</s><assistant>so</s>", f"T{json.dumps(TOOLS[0])}<user>ask</s><assistant>so</s>"]
 
 
@@ -153,7 +141,7 @@ def test_the_template_of_a_processor_is_taken_where_the_tokenizer_has_none(bare,
 @pytest.mark.parametrize("case", OF_PROCESSORS)
 def test_the_template_of_a_processor_is_that_of_transformers(transformers, bare, tmp_path, case):
     """AutoProcessor takes it, and AutoTokenizer knows of none."""
-    home = folder_of(bare, tmp_path / "t", OF_PROCESSORS[case][0])
+    home = generation_folder(bare, tmp_path / "t", OF_PROCESSORS[case][0])
     assert transformers.AutoTokenizer.from_pretrained(home).chat_template is None
     processor, _ = transformers.ProcessorMixin.get_processor_dict(home)
     assert processor["chat_template"] == T
@@ -176,35 +164,30 @@ def test_the_template_of_a_processor_is_that_of_transformers(transformers, bare,
     ({CONFIG: "{% for %}"}, f"repair chat_template in {CONFIG}"),
 ], ids=range(12))
 def test_templates_that_contradict_each_other_are_refused(bare, tmp_path, capsys, files, told):
-    home = folder_of(bare, tmp_path / "t", files)
+    home = generation_folder(bare, tmp_path / "t", files)
     assert prepare(tmp_path, home, {"messages": MESSAGES}) == 2
     assert told in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("content, told", [
-    (b"\xff", "chat_template.jinja: is not UTF-8; repair it"),
-], ids=["bytes"])
-def test_a_template_that_is_no_text_is_refused(bare, tmp_path, capsys, content, told):
-    home = folder_of(bare, tmp_path / "t", {})
-    (home / FILE).write_bytes(content)
+def test_a_template_that_is_not_utf8_is_refused(bare, tmp_path, capsys):
+    home = generation_folder(bare, tmp_path / "t", {})
+    (home / FILE).write_bytes(b"\xff")
     assert prepare(tmp_path, home, {"messages": MESSAGES}) == 2
-    assert told in capsys.readouterr().err
+    assert "chat_template.jinja: is not UTF-8; repair it" in capsys.readouterr().err
 
 
 def prepare(tmp_path, home, *records):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(home), "--out", str(tmp_path / "a")]
-    return prepare_data.main([*words, "--chat", "--workers", "1"])
+    return prepare_rows(records, home, tmp_path / "a", "--chat")
 
 
 def test_the_report_names_the_files_and_the_copy_has_them(bare, tmp_path, capsys):
     files = {FILE: A, MORE.format("tool_use"): T, MORE.format("rag"): B, CONFIG: B}
-    home = folder_of(bare, tmp_path / "t", files)
+    home = generation_folder(bare, tmp_path / "t", files)
     records = [{"messages": MESSAGES}, {"messages": MESSAGES, "tools": TOOLS}]
     for _ in range(2):  # the second replaces what the first has made
         assert prepare(tmp_path, home, *records) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"the template of {FILE}; {MORE.format('tool_use')} with tools; transformers passes over" in said
+    assert f"the template of {FILE}; {MORE.format('tool_use')} with tools; transformers ignores" in said
     assert f"chat_template in {CONFIG}; the loss counts" in said
     copied = tmp_path / "a.tokenizer"
     assert tokenizer_files.read_files(copied) == tokenizer_files.read_files(home)
@@ -217,7 +200,7 @@ def test_the_report_names_the_files_and_the_copy_has_them(bare, tmp_path, capsys
 
 
 def test_a_conversation_without_a_template_of_its_own_is_refused_with_its_line(bare, tmp_path, capsys):
-    home = folder_of(bare, tmp_path / "t", {MORE.format("tool_use"): T})
+    home = generation_folder(bare, tmp_path / "t", {MORE.format("tool_use"): T})
     assert prepare(tmp_path, home, {"messages": MESSAGES, "tools": TOOLS}, {"messages": MESSAGES}) == 2
     told = capsys.readouterr().err
     assert "a.jsonl:2: the tokenizer has no chat template called default" in told
@@ -231,8 +214,8 @@ def test_copies_bring_the_templates_of_one_folder(bare, tmp_path):
     """A template of another folder beside a template of its own would take its place."""
     def copied(files, beside):
         number = len(list(tmp_path.iterdir()))
-        target = folder_of(bare, tmp_path / f"{number}a", files)
-        tokenizer_files.copy_files(folder_of(bare, tmp_path / f"{number}b", beside), target)
+        target = generation_folder(bare, tmp_path / f"{number}a", files)
+        tokenizer_files.copy_files(generation_folder(bare, tmp_path / f"{number}b", beside), target)
         return {name: template.source for name, template in
                 tokenizer_files.find_templates(tokenizer_files.read_files(target)).by_name.items()}
 
@@ -246,24 +229,23 @@ def test_copies_bring_the_templates_of_one_folder(bare, tmp_path):
 
 
 @pytest.mark.parametrize("own, is_chat, kept, told", [
-    ({FILE: A}, True, {"default": A}, "template that with which the data were prepared, not that of {home}"),
+    ({FILE: A}, True, {"default": A}, "template the one that the data was prepared with, not that of {home}"),
     ({}, True, {}, "template none, not that of {home}"),
     ({}, False, {"default": B, "tool_use": T}, ""),
     ({FILE: B, MORE.format("tool_use"): T}, True, {"default": B, "tool_use": T}, ""),
 ], ids=["another", "plain", "text", "the same"])
 def test_a_run_on_conversations_keeps_the_template_that_wrote_them(bare, tmp_path, own, is_chat, kept, told):
-    home = folder_of(bare, tmp_path / "other", {CONFIG: named(default=B, tool_use=T)})
+    home = generation_folder(bare, tmp_path / "other", {CONFIG: named(default=B, tool_use=T)})
     record = {"messages": MESSAGES, "text": "some text of a page"}
-    (tmp_path / "a.jsonl").write_text((json.dumps(record) + "\n") * 40)
-    words = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(folder_of(bare, tmp_path / "t", own))]
-    words += ["--out", str(tmp_path / "a"), "--workers", "1", *(["--chat"] if is_chat else [])]
-    assert prepare_data.main(words) == 0
+    words = ["--chat"] if is_chat else []
+    own_folder = generation_folder(bare, tmp_path / "t", own)
+    assert prepare_rows([record] * 40, own_folder, tmp_path / "a", *words) == 0
     end = job(tmp_path, 1, ["llama3-tiny", *MODEL, "--data.path", str(tmp_path / "a"), "--data.tokenizer",
                             str(home), "--data.pack", "best_fit", "--train.seq_len", "32",
                             "--train.steps", "1", "--log.dir", str(tmp_path), "--log.name", "r"])
     assert end.codes == [0], end.logs
     files = tokenizer_files.read_files(tmp_path / "r" / "tokenizer")
-    assert tokenizer_files.templates_of(files) == kept
+    assert tokenizer_files.load_templates(files) == kept
     said = " ".join(end.logs[0].split())
     assert told.format(home=home) in said and ("template" in said) == bool(told)
 

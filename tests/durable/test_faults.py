@@ -14,8 +14,7 @@ from durable.faults import Fault, FaultInjector, InjectedFault, disturb_next_sum
 
 def test_text_is_read_in_full():
     assert parse("a.b:rank=1:step=6:act=SIGKILL; c:act=sleep=0.5 ;") == [
-        Fault("a.b", "SIGKILL", rank=1, step=6),
-        Fault("c", "sleep", seconds=0.5),
+        Fault("a.b", "SIGKILL", rank=1, step=6), Fault("c", "sleep", seconds=0.5),
     ]
     assert parse("") == []
 
@@ -23,17 +22,8 @@ def test_text_is_read_in_full():
 @pytest.mark.parametrize(
     "text",
     [
-        "a",
-        "a:step=2",
-        ":act=raise",
-        "a:act=boom",
-        "a:act=sleep",
-        "a:act=sleep=x",
-        "a:act=raise=3",
-        "a:act=",
-        "a:step=x:act=raise",
-        "a:step=1:step=2:act=raise",
-        "a:node=1:act=raise",
+        "a", "a:step=2", ":act=raise", "a:act=boom", "a:act=sleep", "a:act=sleep=x", "a:act=raise=3",
+        "a:act=", "a:step=x:act=raise", "a:step=1:step=2:act=raise", "a:node=1:act=raise",
         "a:times=x:act=raise",
     ],
 )
@@ -54,13 +44,13 @@ def test_fires_at_its_point_rank_and_step_only():
     assert FaultInjector(parse("a:rank=1:step=3:act=nan"), rank=0)("a", 3) is None
 
 
-def test_happens_so_many_times():
+def test_a_fault_happens_as_often_as_it_says():
     at = FaultInjector(parse("a:step=3:times=2:act=nan; a:step=4:act=spike"))
     assert [at("a", step) for step in (2, 3, 3, 3, 4, 4)] == [None, "nan", "nan", None, "spike", "spike"]
 
 
 class Sums:
-    """A bucket's gradients, of which those before the sum and after it are two tensors."""
+    """A bucket's gradients: before the sum and after it they are two tensors."""
 
     def __init__(self):
         self.full, self.local, self.before_sum = torch.tensor([1.0, -3.0]), torch.tensor([2.0]), []
@@ -97,7 +87,7 @@ def test_a_point_without_a_step_belongs_to_the_last_step_named():
     assert seen == [None, "nan", None]
 
 
-def test_acts():
+def test_a_fault_raises_or_sleeps():
     with pytest.raises(InjectedFault, match="injected at a, step 1"):
         FaultInjector(parse("a:act=raise"))("a", 1)
     with pytest.raises(OSError) as e:

@@ -17,9 +17,11 @@ import time
 from pathlib import Path
 
 import pytest
+import run_folder
 import torch.distributed as dist
+from waiting import wait_until
 
-from durable.peers import Failure, StoreSilent, Words, as_failure, get_all, ranks_without_state, within
+from durable.peers import Failure, SignedStore, StoreTimeout, as_failure, get_all, ranks_without_state, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +43,7 @@ def end_of_rank_0(folder, how):
     processes = []
     for rank in range(2):
         command = [sys.executable, script, str(rank), "2", port, str(folder), how]
-        processes.append(
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        )
+        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     began = time.monotonic()
     try:
         _, text = processes[0].communicate(timeout=60)
@@ -65,10 +65,10 @@ def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, 
     assert "in all_reduce of 12 bytes in group job (ranks 0, 1) at step 3" in text
     assert "rank 1 on " in text
     if how == "stopped":
-        assert "gives no sign of life: it is stopped or cut off" in text
+        assert "does not respond: it is stopped or unreachable" in text
     else:
         assert "no exchange at step 3" in text and "fake_gpu.py:" in text
-    reason = json.loads((tmp_path / "exit_reason.json").read_text())
+    reason = run_folder.exit_reason(tmp_path)
     assert (reason["code"], reason["requeue"]) == (76, True)
 
 
@@ -79,7 +79,7 @@ def test_a_rank_that_fails_with_an_exchange_in_flight_does_not_wait_for_it(tmp_p
     assert seconds < 45
     assert "ZeroDivisionError: a failure of rank 0 alone" in text
     assert not (tmp_path / "left0").exists()
-    reason = json.loads((tmp_path / "exit_reason.json").read_text())
+    reason = run_folder.exit_reason(tmp_path)
     assert (reason["code"], reason["requeue"]) == (1, False)
 
 
@@ -102,15 +102,15 @@ WORDS = [
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_of_a_stranger_is_never_a_success(word):
-    failure = as_failure(word, Words())
+    failure = as_failure(word, SignedStore())
     assert failure is not None and failure.code == 1 and not failure.requeue
     assert "no rank writes" in failure.line
 
 
 def test_a_word_of_a_rank_is_believed():
     own = Failure(rank=3, host="h", code=82, requeue=True, line="full", text="full")
-    assert as_failure(json.dumps(dataclasses.asdict(own)), Words()) == own
-    assert as_failure("{}", Words()) is None
+    assert as_failure(json.dumps(dataclasses.asdict(own)), SignedStore()) == own
+    assert as_failure("{}", SignedStore()) is None
 
 
 def seal(secret, message, text):
@@ -123,7 +123,7 @@ def seal(secret, message, text):
 def test_with_a_secret_only_sealed_words_count():
     own = Failure(rank=3, host="h", code=82, requeue=True, line="full", text="full")
     text = json.dumps(dataclasses.asdict(own))
-    words = Words("of this job", "2")
+    words = SignedStore("of this job", "2")
     word = words.sealed("first_failure", dataclasses.asdict(own))
     assert word == seal("of this job", "2/first_failure", text)
     for stored in (word, word.encode()):
@@ -184,9 +184,7 @@ def test_a_stranger_ends_the_job_but_not_with_success(tmp_path):
             [sys.executable, "-c", script, str(folder)], env=environment, stderr=subprocess.PIPE, text=True
         )
         try:
-            deadline = time.monotonic() + 60
-            while not (folder / "ready").exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            wait_until((folder / "ready").exists)
             full = {"rank": 1, "host": "h", "requeue": False, "text": "", **word}
             keeper.set(f"attempt_{number}/first_failure", json.dumps(full))
             _, text = process.communicate(timeout=60)
@@ -194,13 +192,13 @@ def test_a_stranger_ends_the_job_but_not_with_success(tmp_path):
             process.kill()
             process.wait()
         assert process.returncode == code, text
-        assert json.loads((folder / "exit_reason.json").read_text())["code"] == code
+        assert run_folder.exit_reason(folder)["code"] == code
         assert "error: rank 0 on " in text and "\x1b" not in text and "\x07" not in text
 
 
 def test_work_that_does_not_end_is_left_behind():
     began = time.monotonic()
-    with pytest.raises(StoreSilent, match="no answer for 0.2 s"):
+    with pytest.raises(StoreTimeout, match="did not answer for 0.2 s"):
         within(0.2, lambda: time.sleep(30))
     assert time.monotonic() - began < 10
     assert within(10, lambda: 7) == 7

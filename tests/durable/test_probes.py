@@ -1,9 +1,9 @@
 """Before the first step: a device that multiplies wrongly, a link that loses a bit, and what is slow."""
 
-import json
 import time
 
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus, job
 
@@ -55,7 +55,7 @@ def test_a_device_that_multiplies_wrongly_ends_the_run(monkeypatch):
 
 
 def test_no_two_messages_are_alike():
-    messages = [probes.message_of(rank, 1024) for rank in range(300)]
+    messages = [probes.make_message(rank, 1024) for rank in range(300)]
     assert len({bytes(message.tolist()) for message in messages}) == 300
     assert messages[0].unique().numel() == 256
 
@@ -67,7 +67,7 @@ def test_a_large_group_gets_small_messages(monkeypatch, size):
     def gather(x, group, out=None):
         if x.numel() > 1:
             received.append(group.size * x.nbytes)
-            x = torch.cat([probes.message_of(rank, x.numel()) for rank in group.ranks])
+            x = torch.cat([probes.make_message(rank, x.numel()) for rank in group.ranks])
         return x
 
     monkeypatch.setattr(comm, "all_gather", gather)
@@ -139,14 +139,14 @@ def test_a_link_that_loses_a_bit_ends_the_job_before_the_first_step(tmp_path, ar
     run = [*args, "--log.dir", str(tmp_path), "--log.name", "run"]
     end = job(tmp_path, 4, run, before=on_ranks({3}, lose))
     assert 80 in end.codes and set(end.codes) <= {80, -15}, end.logs  # the launcher ends who is late
-    reason = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
+    reason = run_folder.exit_reason(tmp_path / "run")
     assert restarts.ranks_with_wrong_devices(tmp_path / "run") == set()  # nobody knows which of the two it is
     assert reason["code"] == 80 and "from rank 3 is not what was sent" in reason["reason"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
-def test_a_slow_link_is_named_and_the_run_goes_on(tmp_path, args):
+def test_a_slow_link_is_named_and_the_run_continues(tmp_path, args):
     def delay(x, group):
         time.sleep(0.4 if group.name == "tp" else 0.0)
         return x

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 def test_the_newest_step_is_that_of_the_store(tmp_path):
-    """Of committed checkpoints alone: not of a save under way, a mark, or a file of that name."""
+    """A save under way, a mark or a file of that name does not count."""
     assert restarts.newest_step(tmp_path) == restarts.FIRST_STEP
     root = tmp_path / "checkpoints"
     for name in ("step_00000008", "step_00000010", f"step_00000012.tmp-{'0' * 32}", "step_123456789"):
@@ -56,7 +56,7 @@ def test_the_reason_of_a_job(tmp_path, files, reason):
 
 
 def test_ranks_that_found_their_own_device_wrong(tmp_path, capsys):
-    """Not those whose replicas differ, or that read a link; and words of another form are no rank."""
+    """Not those whose replicas differ, or that read a link; and fields of another form are ignored."""
     assert restarts.ranks_with_wrong_devices(tmp_path) == set()
     of_rank = {
         "": {"code": 80, "rank": 0},
@@ -85,8 +85,8 @@ def test_progress_is_a_newer_checkpoint():
     assert all(allowed((8, 8), (8, 8), (8, 8), (6, 6), (6, 6), (6, 6)))  # it has gone back
 
 
-def test_what_is_lost_from_memory_and_made_again_is_no_progress():
-    """Starts in two layouts in turn, none of which finds what the other has kept in memory."""
+def test_a_step_lost_from_memory_and_made_again_does_not_count_as_progress():
+    """Starts alternate between two layouts; neither finds what the other has kept in memory."""
     assert allowed((100, 100), (100, 140), (100, 120), (100, 140), (100, 120)) == [True, True, True, False]
     assert all(allowed((100, 100), *[(100, step) for step in (120, 120, 130, 130, 130, 140)]))
     assert all(allowed((100, 140), (100, 120), (120, 120), (120, 130), (120, 130), (120, 130)))

@@ -1,13 +1,14 @@
 """Who is slow and why: verdicts over tables of times; real ranks of train.py that sleep or are stopped."""
 
-import json
 import os
 import signal
 import socket
 import time
 
 import pytest
+import run_folder
 from ranks import MODEL, corpus, job
+from waiting import wait_until
 
 from durable.slow import COLUMNS, COMPUTE, DATA, LINK, STOPPED, PauseClock, SlowRanks, StepShares, summarize
 from parallel.topology.dims import ParallelDims
@@ -15,7 +16,7 @@ from parallel.wire import comm
 
 
 def judge(dims, *windows):
-    """What each window is found to hold. windows: {(rank or ranks, column): ms}; else 10 of compute."""
+    """The verdicts of each window. windows: {(rank or ranks, column): ms}; else 10 of compute."""
     watch = SlowRanks(10, dims, comm.Group("job"), "here")
     watch.measures = True
     watch.begin_phase(dims)
@@ -116,10 +117,9 @@ def run(tmp_path, args, *more, world=2, fault="", **how):
     """(lines about slow ranks, rows of metrics.jsonl) of a run that ends well."""
     end = job(tmp_path, world, [*args, "--log.dir", str(tmp_path), *more], fault=fault, **how)
     assert end.codes == [0] * world, end.logs
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     said = [line for line in end.logs[0].splitlines() if line.startswith("slow ")]
     assert not any("slow " in log for log in end.logs[1:])
-    return said, [row for row in rows if "loss" in row]
+    return said, run_folder.steps(tmp_path / "run")
 
 
 @pytest.mark.slow(core=["step.backward-compute-layout0"])
@@ -150,18 +150,16 @@ def test_an_even_run_says_nothing(tmp_path, args):
 
 
 @pytest.mark.slow
-def test_none_measures_nothing(tmp_path, args):
+def test_without_a_window_nothing_is_measured(tmp_path, args):
     said, rows = run(tmp_path, args, "--log.slow_window", "none", fault="step.load:rank=1:act=sleep=0.1")
     assert not said and not any("slow_rank" in row for row in rows)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_and_goes_on_is_named_and_nothing_fails(tmp_path, args):
+def test_a_rank_that_is_stopped_and_continued_is_named_and_nothing_fails(tmp_path, args):
     def stop_for_a_while(pids):
         file = tmp_path / "run" / "metrics.jsonl"
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (file.exists() and '"step": 3,' in file.read_text()):
-            time.sleep(0.05)
+        wait_until(lambda: file.exists() and '"step": 3,' in file.read_text())
         os.kill(pids[1], signal.SIGSTOP)
         time.sleep(4)
         os.kill(pids[1], signal.SIGCONT)

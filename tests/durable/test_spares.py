@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from waiting import has_ended, wait_until
 
 import config
 from durable.spares import Spares
@@ -27,26 +28,11 @@ print(job.words, job.environment["RANK"], flush=True)
 """]
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 def are_ready(spares):
-    spares.tend()
+    spares.replace_missing()
     for spare in spares.waiting:
         spare.look()
     return len(spares.waiting) == spares.wanted and all(spare.is_ready for spare in spares.waiting)
-
-
-def is_gone(pid):
-    try:
-        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state == "Z"
 
 
 @pytest.mark.slow
@@ -72,8 +58,8 @@ def test_a_spare_has_everything_loaded_and_holds_nothing(real_starts, capfd):
 @pytest.mark.slow
 def test_one_that_still_loads_is_taken_too(capfd):
     with Spares(QUICK, 2) as spares:
-        spares.tend()
-        spares.tend()
+        spares.replace_missing()
+        spares.replace_missing()
         assert len(spares.waiting) == 1  # one at a time
         rank = spares.take(["a", "b"], {"RANK": "3"})
         assert rank is not None and rank.wait(60) == 0
@@ -87,7 +73,7 @@ def test_of_code_that_has_changed_none_is_taken(monkeypatch):
         assert wait_until(lambda: are_ready(spares))
         pid = spares.waiting[0].process.pid
         monkeypatch.setattr(config, "code_hash", lambda: "of another checkout")
-        assert spares.take([], {}) is None and is_gone(pid)
+        assert spares.take([], {}) is None and has_ended(pid)
 
 
 def test_one_that_was_ended_is_passed_over_and_the_next_is_taken(capfd):
@@ -102,10 +88,10 @@ def test_one_that_was_ended_is_passed_over_and_the_next_is_taken(capfd):
 
 def test_one_that_cannot_load_is_not_tried_for_ever():
     with Spares([sys.executable, "-c", "raise SystemExit(1)"], 3) as spares:
-        spares.tend()
+        spares.replace_missing()
         spares.waiting[0].process.wait()
         for _ in range(3):
-            spares.tend()
+            spares.replace_missing()
         assert len(spares.waiting) == 1 and spares.take([], {}) is None
 
 
@@ -113,16 +99,16 @@ def test_all_end_with_the_job():
     with Spares(QUICK, 2) as spares:
         assert wait_until(lambda: are_ready(spares))
         pids = [spare.process.pid for spare in spares.waiting]
-    assert all(map(is_gone, pids))
+    assert all(map(has_ended, pids))
 
 
 LAUNCHER = """
 import sys, time
 from durable.spares import Spares
 spares = Spares(sys.argv[2:], 1)
-spares.tend()
+spares.replace_missing()
 while sys.argv[1] == "ready" and not spares.waiting[0].is_ready:
-    spares.tend()
+    spares.replace_missing()
     spares.waiting[0].look()
 print(spares.waiting[0].process.pid, flush=True)
 time.sleep(60)
@@ -136,16 +122,16 @@ def test_a_spare_dies_with_a_launcher_that_is_killed(when):
         [sys.executable, "-c", LAUNCHER, when, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as launcher:
         pid = int(launcher.stdout.readline())
-        assert not is_gone(pid)
+        assert not has_ended(pid)
         launcher.kill()
-    assert wait_until(lambda: is_gone(pid), 20)
+    assert wait_until(lambda: has_ended(pid), 20)
 
 
-def test_its_waiting_is_no_part_of_a_start():
+def test_the_time_that_a_spare_waits_does_not_count():
     """Goodput counts from when it becomes a rank."""
     code = (
-        "import sys; from durable.spares import words_of_process; from runtime import setup; "
-        "words = words_of_process(['--spare']); "
+        "import sys; from durable.spares import process_words; from runtime import setup; "
+        "words = process_words(['--spare']); "
         "print(words, setup.process_seconds() - setup.seconds_since_start(), setup.seconds_since_start())"
     )
     ours, theirs = socket.socketpair()

@@ -66,7 +66,7 @@ def attention_of(form):
     mixer = AttentionConfig(**{**PLAIN, **form})
     cfg = with_values(tiny_config("llama3-tiny"), {"model.layers": 1, "model.mixer": mixer})
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
-    attn = run.stages[0].blocks[0].attn
+    attn = run.stages[0].blocks[0].mixer
     for number, p in enumerate(attn.parameters()):
         numbers = torch.Generator().manual_seed(number)
         p.data.copy_(0.4 * torch.randn(p.shape, generator=numbers, dtype=torch.float64) + (p.dim() == 1))

@@ -155,9 +155,7 @@ def test_every_preset_has_the_parameters_of_its_paper():
         else:
             assert count["active"] == count["total"]
     deepseek = parameters(resolve("deepseek-v3", None, []).model)
-    assert deepseek["ahead"] == pytest.approx(
-        11.5e9, rel=0.02
-    )  # the module ahead, without embedding and head (684.5B with them)
+    assert deepseek["ahead"] == pytest.approx(11.5e9, rel=0.02)  # without embedding and head
 
 
 @pytest.mark.slow(every=2)
@@ -177,32 +175,15 @@ def test_every_recipe_builds_without_storage_what_is_counted(name):
 
 
 def shapes(params):
-    return sorted(
-        str(
-            (
-                param.spec.shape,
-                param.spec.role,
-                param.spec.partial_over,
-                param.spec.is_expert,
-                param.spec.is_replicated_over_tp,
-            )
-        )
-        for param in params
-    )
+    fields = ("shape", "role", "partial_over", "is_expert", "is_replicated_over_tp")
+    return sorted(str([getattr(param.spec, name) for name in fields]) for param in params)
 
 
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize(
     "name",
-    [
-        "llama3-tiny",
-        "gpt2-tiny",
-        "mixtral-tiny",
-        "dots1-tiny",
-        "deepseek-v3-tiny",
-        "qwen2-moe-tiny",
-        "mistral-tiny",
-    ],
+    ["llama3-tiny", "gpt2-tiny", "mixtral-tiny", "dots1-tiny", "deepseek-v3-tiny", "qwen2-moe-tiny",
+     "mistral-tiny"],
 )
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
 def test_layers_of_one_kind_are_alike(name, parallel):
@@ -231,8 +212,8 @@ def test_what_a_search_varies_and_no_module_reads_shares_the_modules():
 # ---- a variant of the model is counted because its modules say what they have ------------------------------
 
 
-class GatedMLP(MLP):
-    """An MLP with a projection more, which says so."""
+class WiderMLP(MLP):
+    """An MLP with one more projection, which it declares."""
 
     def __init__(self, cfg, mesh, layer, shared=None):
         super().__init__(cfg, mesh, layer, shared)
@@ -241,17 +222,14 @@ class GatedMLP(MLP):
 
 
 def test_a_new_projection_is_counted_everywhere(monkeypatch):
-    model = replace(
-        resolve("llama3-tiny", None, []).model, vocab=512, init_std=0.123
-    )  # a model of its own: nothing of it is cached
-    plain, plain_flops = (
-        parameters(replace(model, init_std=0.124)),
-        flops_per_token(replace(model, init_std=0.124), 256),
-    )
-    monkeypatch.setitem(MLPS, MLPConfig, GatedMLP)
-    more = model.mlp.width * model.hidden
-    assert parameters(model)["total"] == plain["total"] + model.layers * more
-    assert flops_per_token(model, 256) == plain_flops + 6 * model.layers * more
+    # init_std: no other test has described these models
+    model = replace(resolve("llama3-tiny", None, []).model, vocab=512, init_std=0.123)
+    plain = replace(model, init_std=0.124)
+    total, flops = parameters(plain)["total"], flops_per_token(plain, 256)
+    monkeypatch.setitem(MLPS, MLPConfig, WiderMLP)
+    more = model.layers * model.mlp.width * model.hidden
+    assert parameters(model)["total"] == total + more
+    assert flops_per_token(model, 256) == flops + 6 * more
 
 
 def test_a_gated_activation_counts_three_matrices():

@@ -28,14 +28,12 @@ def written(world, cfg) -> tuple[list[int], list[float]]:
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     for bucket in run.buckets:  # far from uniform, so that ids depend on what was read
         bucket.weights.full.mul_(4) if bucket.weights.full is not None else None
-    ids = list(
-        generate(run.logits, PROMPT, NEW, temperature=0.0, multiple=run.pipeline.hidden_shape.sequence_shards)
-    )
+    multiple = run.pipeline.hidden_shape.sequence_shards
+    ids = list(generate(run.logits, PROMPT, NEW, temperature=0.0, multiple=multiple))
     places = torch.arange(len(PROMPT))[None]
     part = run.logits(torch.tensor([PROMPT[:3]]), places[:, :3], GenerationCache(), 2)
-    whole = run.logits(
-        torch.tensor([PROMPT]), places, GenerationCache(), 2
-    )  # the same place, with tokens behind it
+    # the same place, with tokens behind it
+    whole = run.logits(torch.tensor([PROMPT]), places, GenerationCache(), 2)
     return ids, float((part - whole).abs().max())
 
 
@@ -58,13 +56,10 @@ def test_a_text_that_grows_beyond_the_original_context_is_read_again():
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
     for bucket in run.buckets:
         bucket.weights.full.mul_(6)
-    written = {
-        (multiple, switches): list(
-            generate(run.logits, PROMPT, 30, temperature=0.0, multiple=multiple, switches=switches)
-        )
+    whole, again, kept = (
+        list(generate(run.logits, PROMPT, 30, temperature=0.0, multiple=multiple, switches=switches))
         for multiple, switches in ((2, ()), (1, tuple(rope_switches(cfg.model))), (1, ()))
-    }
-    whole, again, kept = written.values()
+    )
     assert again == whole != kept
 
 
@@ -136,17 +131,9 @@ def test_a_token_is_chosen_as_often_as_its_probability_says(how, kept, temperatu
     given = torch.tensor([0.15, 0.3, 0.05, 0.5], dtype=torch.float64) ** temperature
     p = torch.tensor([0.15, 0.3, 0.05, 0.5], dtype=torch.float64)[list(kept)]
     stream, n = torch.Generator().manual_seed(5), 600
-    took = [
-        sample_token(
-            given.log(),
-            temperature=temperature,
-            top_k=how.get("top_k"),
-            top_p=how.get("top_p"),
-            generator=stream,
-        )
-        for _ in range(n)
-    ]
+    options = {"top_k": None, "top_p": None, "generator": stream} | how
+    took = [sample_token(given.log(), temperature=temperature, **options) for _ in range(n)]
     assert set(took) == set(kept)
     for token, want in zip(kept, (p / p.sum()).tolist()):
         assert abs(took.count(token) / n - want) <= 5 * (want * (1 - want) / n) ** 0.5
-    assert sample_token(given.log(), temperature=0.0, top_k=None, top_p=None, generator=stream) == 3
+    assert sample_token(given.log(), temperature=0.0, **options | {"top_k": None, "top_p": None}) == 3

@@ -65,7 +65,7 @@ class CountedLaunch:
 
 
 def count_launches(monkeypatch, *args: str) -> tuple[Counter, Counter]:
-    """Of the forward and of the backward of a mixture layer."""
+    """Count the launches of a mixture layer: (forward, backward)."""
     if not triton_.TRITON_AVAILABLE:
         pytest.skip("no Triton for this platform")
     counts: Counter = Counter()

@@ -6,10 +6,10 @@ import pytest
 
 from config import ConfigError
 from config.reading import from_tree, recipe
-from config.reading.layout import AskedLayout, layout_of_weights
+from config.reading.layout import RequestedLayout, layout_of_weights
 
 
-def layout(name: str, world: int, asked: AskedLayout):
+def layout(name: str, world: int, asked: RequestedLayout):
     cfg = from_tree(recipe(name), name)
     parallel = layout_of_weights(replace(cfg, model=replace(cfg.model, vocab=32000)), world, asked).parallel
     return parallel.tp, parallel.pp, parallel.ep, parallel.etp
@@ -28,25 +28,26 @@ def layout(name: str, world: int, asked: AskedLayout):
         ("deepseek-v3", 64, 8, (8, 8, 8, 1)),
     ],
 )
-def test_tp_first_then_pp(name, world, on_node, want):
-    assert layout(name, world, AskedLayout(on_node=on_node)) == want
+def test_ranks_become_tp_within_a_node_then_pp(name, world, on_node, want):
+    assert layout(name, world, RequestedLayout(on_node=on_node)) == want
 
 
 def test_of_two_degrees_one_follows_from_the_other():
-    assert layout("llama3-8b", 8, AskedLayout(tp=2, on_node=8))[:2] == (2, 4)
-    assert layout("llama3-8b", 8, AskedLayout(pp=2, on_node=8))[:2] == (4, 2)
-    assert layout("llama3-8b", 8, AskedLayout(tp=1, on_node=8))[:2] == (1, 8)
+    assert layout("llama3-8b", 8, RequestedLayout(tp=2, on_node=8))[:2] == (2, 4)
+    assert layout("llama3-8b", 8, RequestedLayout(pp=2, on_node=8))[:2] == (4, 2)
+    assert layout("llama3-8b", 8, RequestedLayout(tp=1, on_node=8))[:2] == (1, 8)
 
 
 @pytest.mark.parametrize(
     "world, asked, says",
     [
-        (8, AskedLayout(tp=2, pp=2), r"parallel.tp\*pp = 2\*2 = 4 on 8 ranks: .*; start 4 ranks, or choose"),
-        (3, AskedLayout(tp=3), "parallel.tp: 3 does not divide model.mixer.heads=32"),
-        (64, AskedLayout(pp=64), "parallel.pp: 64 stages, and model.layers is 32; lower it"),
-        (37, AskedLayout(), r"the rest of 37 ranks are stages .*; start 36 ranks$"),
+        (8, RequestedLayout(tp=2, pp=2),
+         r"parallel.tp\*pp = 2\*2 = 4 on 8 ranks: .*; start 4 ranks, or choose"),
+        (3, RequestedLayout(tp=3), "parallel.tp: 3 does not divide model.mixer.heads=32"),
+        (64, RequestedLayout(pp=64), "parallel.pp: 64 stages, and model.layers is 32; lower it"),
+        (37, RequestedLayout(), r"the rest of 37 ranks are stages .*; start 36 ranks$"),
     ],
 )
-def test_what_ranks_cannot_have(world, asked, says):
+def test_layouts_that_ranks_cannot_have_are_refused(world, asked, says):
     with pytest.raises(ConfigError, match=says):
         layout("llama3-8b", world, asked._replace(on_node=world))

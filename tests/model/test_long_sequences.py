@@ -1,5 +1,5 @@
-"""What a mixer with a state is for: long sequences cost less than attention's, and generation goes on from as
-many bytes after 8,192 tokens as after 1,024.
+"""Mixers with a state: long sequences cost less than attention's, and generation continues from as many bytes
+after 8,192 tokens as after 1,024.
 
     python -m pytest tests/model/test_long_sequences.py -s
 
@@ -59,7 +59,7 @@ def test_16_384_tokens_take_at_most_a_fourth_of_attention(one_thread):
             x = torch.randn(1, SEQ, 256, generator=torch.Generator().manual_seed(0), requires_grad=True)
             context = forward_context(run.cfg, positions, None)
             begin = time.process_time()
-            run.stages[0].blocks[0].attn(x, context).square().mean().backward()
+            run.stages[0].blocks[0].mixer(x, context).square().mean().backward()
             seconds[kind].append(time.process_time() - begin)
             assert x.grad.norm() > 0
     least = {kind: min(of_kind) for kind, of_kind in seconds.items()}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_delta import weights_and_gradients
+from small_runs import check_beside, compute_weights, mixer_weights
 
 from build import build_run
 from config.reading.tiny import tiny_config
@@ -30,7 +30,7 @@ def made(name, **mixer):
 
 def attention_of(run):
     """The first block's attention, with weights large enough that the softmax is far from flat."""
-    mla = run.stages[0].blocks[0].attn
+    mla = run.stages[0].blocks[0].mixer
     for p in mla.parameters():
         p.data.mul_(10 if p.dim() > 1 else 1).add_(0 if p.dim() > 1 else torch.linspace(-0.5, 0.5, len(p)))
     return mla
@@ -52,21 +52,17 @@ def definition(mla, m, x, freq, grow):
     latent, key = down[:, -(m.kv_rank + m.rope_dim) :].split((m.kv_rank, m.rope_dim), -1)
     q = norm(down[:, : m.q_rank], mla.q_norm) @ mla.q_up.t() if m.q_rank else x @ mla.q.weight.t()
     kv, heads = norm(latent, mla.kv_norm) @ mla.kv_up.t(), []
-    for h in range(m.heads):
-        qh = q[:, h * (m.nope_dim + m.rope_dim) : (h + 1) * (m.nope_dim + m.rope_dim)]
-        kh, vh = kv[:, h * (m.nope_dim + m.v_dim) : (h + 1) * (m.nope_dim + m.v_dim)].split(
-            (m.nope_dim, m.v_dim), -1
-        )
+    for qh, kvh in zip(q.chunk(m.heads, -1), kv.chunk(m.heads, -1)):
+        kh, vh = kvh.split((m.nope_dim, m.v_dim), -1)
         scores = qh[:, : m.nope_dim] @ kh.t() + turned(qh[:, m.nope_dim :]) @ turned(key).t()
         scores = scores * grow**2 / (m.nope_dim + m.rope_dim) ** 0.5
-        heads.append(
-            scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf")).softmax(-1) @ vh
-        )
+        later = torch.ones_like(scores).triu(1).bool()
+        heads.append(scores.masked_fill(later, float("-inf")).softmax(-1) @ vh)
     return torch.cat(heads, -1) @ mla.out.weight.t()
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_it_is_the_definition(name):
+def test_latent_attention_is_its_definition(name):
     run = made(name, **{"rope.scaling.mscale": 0.7, "rope.scaling.mscale_all": 0.7, "norm_eps": 0.05})
     m, mla, x = run.cfg.model.mixer, attention_of(run), torch.randn(1, 11, 32, dtype=torch.float64)
     got = mla(x, forward_context(run.cfg, torch.arange(11)[None], None))
@@ -75,6 +71,12 @@ def test_it_is_the_definition(name):
     freq = rope.frequencies(m.rope_dim, m.rope.base, scaling.factor, *limits, scaling.original, "yarn")
     want = definition(mla, m, x[0], freq, 1 + 0.07 * torch.tensor(scaling.factor).log().item())
     torch.testing.assert_close(got[0], want, rtol=1e-7, atol=1e-9)
+
+
+THEIR_NAMES = {
+    "q": "q_proj", "q_a": "q_a_proj", "q_norm": "q_a_layernorm", "q_b": "q_b_proj", "o": "o_proj",
+    "kv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_b": "kv_b_proj",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -90,26 +92,16 @@ def test_without_positions_it_is_that_of_kimi_linear(name):
         kv_lora_rank=m.kv_rank, qk_nope_head_dim=m.nope_dim, qk_rope_head_dim=m.rope_dim, v_head_dim=m.v_dim,
         num_hidden_layers=1, attn_implementation="eager",
     ), 0).double()
-    names = {"q": "q_proj", "q_a": "q_a_proj", "q_norm": "q_a_layernorm", "q_b": "q_b_proj", "o": "o_proj",
-             "kv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_b": "kv_b_proj"}
-    for key, (value, _) in weights_and_gradients(run).items():
-        getattr(theirs, names[key.removesuffix(".weight")]).weight.data.copy_(value)
-
-    x = torch.randn(2, 11, 32, dtype=torch.float64)
-    upstream, mask = torch.randn_like(x), torch.full((11, 11), float("-inf"), dtype=x.dtype).triu(1)
-    context = forward_context(run.cfg, torch.arange(11).expand(2, -1), None)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    ours, other = run.stages[0].blocks[0].attn(inputs[0], context), theirs(inputs[1], mask)[0]
-    for out in (ours, other):
-        out.backward(upstream)
-    torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-5, atol=1e-5)
-    found = weights_and_gradients(run)
-    assert len(found) == sum(1 for _ in theirs.parameters())
-    for key, (_, gradient) in found.items():
-        want = getattr(theirs, names[key.removesuffix(".weight")]).weight.grad
-        bound = 1e-5 * float(want.abs().max())
-        torch.testing.assert_close(gradient, want.view(gradient.shape), rtol=0, atol=bound, msg=key)
+    names = [key.removesuffix(".weight") for key in mixer_weights(compute_weights(run))]
+    mask = torch.full((11, 11), float("-inf"), dtype=torch.float64).triu(1)
+    check_beside(
+        run,
+        theirs,
+        lambda of: {f"{name}.weight": of(getattr(theirs, THEIR_NAMES[name]).weight) for name in names},
+        call=lambda x: theirs(x, mask)[0],
+        seq=11,
+        bound=1e-5,
+    )
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -159,22 +151,14 @@ def test_the_cache_holds_the_latent_and_changes_nothing(name, mixer):
             p.data.mul_(5 if p.dim() > 1 else 1)
     m, ids, cache = run.cfg.model, torch.randint(125, (1, 20)), GenerationCache()
     place = torch.arange(20)[None]
-    for first, last in (
-        (0, 7),
-        (7, 8),
-        (8, 9),
-        (9, 13),
-        (13, 14),
-        (14, 20),
-    ):  # a prompt, single tokens, several at once
+    cuts = (0, 7, 8, 9, 13, 14, 20)  # a prompt, single tokens, several at once
+    for first, last in zip(cuts, cuts[1:]):
         got = run.logits(ids[:, first:last], place[:, first:last], cache, last - first - 1)
         want = run.logits(ids, place, None, last - 1)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    widths = (("keys", m.mixer.kv_rank), ("values", m.mixer.rope_dim))
-    shapes = {name: (1, 20, width) for name, width in widths}
-    assert {place: tuple(t.shape) for place, t in cache.kept.items()} == {
-        (layer, name): shape for layer in range(m.layers) for name, shape in shapes.items()
-    }
+    widths = {"keys": m.mixer.kv_rank, "values": m.mixer.rope_dim}
+    want = {(layer, name): (1, 20, width) for layer in range(m.layers) for name, width in widths.items()}
+    assert {place: tuple(t.shape) for place, t in cache.kept.items()} == want
 
 
 @ROPE
@@ -186,10 +170,8 @@ def test_generation_with_the_cache_is_generation_without(name, mixer):
 
 
 @pytest.mark.parametrize("kind", ["reference", "sdpa", "auto"])
-def test_every_kernel_takes_other_values(kind):
+def test_every_kernel_takes_values_of_another_width(kind):
     a, b = made(TWINS[0]), made(TWINS[0], kernel=kind)
-    x, ctx = (
-        torch.randn(2, 9, 32, dtype=torch.float64),
-        forward_context(a.cfg, torch.arange(9).expand(2, -1), None),
-    )
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    ctx = forward_context(a.cfg, torch.arange(9).expand(2, -1), None)
     torch.testing.assert_close(attention_of(a)(x, ctx), attention_of(b)(x, ctx))

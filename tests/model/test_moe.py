@@ -2,12 +2,14 @@
 skipped step leaves.
 """
 
+import copy
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from random_tokens import RandomTokens
+from small_runs import check_cache, compute_weights, gradients_of
 from steps import watched
 
 import config
@@ -15,23 +17,24 @@ from build import build_run
 from config.reading import build_tree
 from config.reading.tiny import tiny_config
 from config.tree import with_values
+from model.mlp import MLP
 from model.moe import MoE
 from model.router import ROUTER_STATS, CapacityConfig, ExpertsConfig, Router, RouterInputs
-from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from train import train_step
 
 E, K, D = 8, 3, 12
 
 
+def build_config(**mlp) -> config.Config:
+    """mlp: keys of model.mlp."""
+    model = {"hidden": D, "mixer.heads": 2, "mlp": mlp, "vocab": 64}
+    return build_tree(config.Config, {"model": model, "train": {"steps": 1, "dtype": "fp64"}})
+
+
 def router(dtype=torch.float64, **experts) -> Router:
     """experts: keys of model.mlp."""
-    mlp = {"kind": "experts", "experts": E, "top_k": K, **experts}
-    tree = {
-        "model": {"hidden": D, "mixer.heads": 2, "mlp": mlp, "vocab": 64},
-        "train": {"steps": 1, "dtype": "fp64"},
-    }
-    r = Router(build_tree(config.Config, tree), Mesh.single(), 0)
+    r = Router(build_config(kind="experts", experts=E, top_k=K, **experts), Mesh.single(), 0)
     r.weight = torch.nn.Parameter(torch.randn(E, D, generator=torch.Generator().manual_seed(0)).to(dtype))
     return r
 
@@ -44,7 +47,7 @@ def inputs(b=2, s=6, dtype=torch.float64):
     return x, RouterInputs(counted, 1 / counted.sum().double(), None)
 
 
-def scores_of(r, x):
+def compute_scores(r, x):
     logits = x.double() @ r.weight.double().t()
     return logits, logits.softmax(-1) if r.router.scores == "softmax" else logits.sigmoid()
 
@@ -66,15 +69,13 @@ def test_who_is_chosen_and_how_much_they_weigh(model):
         r.bias += torch.linspace(-0.3, 0.3, E, dtype=torch.float64)
     index, probs, told = r(x, None)
     assert told is None
-    m, (_, scores) = r.router, scores_of(r, x)
+    m, (_, scores) = r.router, compute_scores(r, x)
     for i, p, own in zip(index.flatten(0, 1), probs.flatten(0, 1), scores.flatten(0, 1)):
         chooses = own + (0 if r.bias is None else r.bias)
         groups = chooses.view(m.groups, -1)
         rank = [sum(sorted(g.tolist())[-2:]) if m.scores == "sigmoid" else g.max().item() for g in groups]
         best = sorted(range(m.groups), key=lambda g: -rank[g])[: m.group_top_k]
-        open_ = (
-            [e for e in range(E) if e // (E // m.groups) in best] if m.groups > 1 else range(E)
-        )
+        open_ = [e for e in range(E) if e // (E // m.groups) in best]
         want = sorted(open_, key=lambda e: -chooses[e])[:K]
         assert sorted(i.tolist()) == sorted(want)
         whole = sum(own[e] for e in want) if m.renorm else 1.0
@@ -123,22 +124,14 @@ def test_the_losses_are_what_they_say(model):
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, want))
     said = dict(zip(ROUTER_STATS, told[E:]))
     assert torch.equal(told[:E], counts) and said["dropped"] == 0
-    assert all(
-        abs(said[name] - torch.as_tensor(value).detach()) < 1e-12
-        for name, value in (("aux_loss", aux), ("z_loss", z))
-    )
+    for name, value in (("aux_loss", aux), ("z_loss", z)):
+        assert abs(said[name] - torch.as_tensor(value).detach()) < 1e-12
     p = share[learn.counted]
     assert math.isclose(said["entropy"], float(-(p * p.log()).sum().detach()), rel_tol=1e-12)
 
 
-def test_a_balanced_layer_costs_its_coefficient():
-    r, (x, learn) = router(**{"router.aux.weight": 0.25}), inputs()
-    r.weight.data.zero_()
-    assert math.isclose(float(r(x, learn)[2][E + ROUTER_STATS.index("aux_loss")]), 0.25, rel_tol=1e-12)
-
-
 @pytest.mark.parametrize("drop", ["probability", "position"])
-def test_who_is_turned_away(drop):
+def test_tokens_over_capacity_are_dropped(drop):
     r, (x, learn) = router(capacity={"factor": 0.9, "drop": drop}), inputs(s=16)
     index, probs, told = r(x, learn)
     free, before, _ = without_capacity(r)(x, learn)
@@ -146,15 +139,14 @@ def test_who_is_turned_away(drop):
     for b in range(2):
         taken = [0] * E
         every = [(t, k) for t in range(16) for k in range(K)]
-        for t, k in (
-            sorted(every, key=lambda tk: -float(before.detach()[b][tk])) if drop == "probability" else every
-        ):
+        if drop == "probability":
+            every.sort(key=lambda tk: -float(before.detach()[b][tk]))
+        for t, k in every:
             e = int(free[b, t, k])
             taken[e] += 1
             kept = taken[e] <= room
-            assert (int(index[b, t, k]) == e) == kept and (
-                float(probs[b, t, k]) == float(before[b, t, k])
-            ) == kept
+            assert (int(index[b, t, k]) == e) == kept
+            assert (float(probs[b, t, k]) == float(before[b, t, k])) == kept
             assert kept or (index[b, t, k] == -1 and probs[b, t, k] == 0)
             lost += not kept and bool(learn.counted[b, t])
     assert lost > 0 and told[E + ROUTER_STATS.index("dropped")] == lost
@@ -162,19 +154,15 @@ def test_who_is_turned_away(drop):
 
 
 def without_capacity(r):
-    other = Router.__new__(Router)
-    torch.nn.Module.__init__(other)
-    other.__dict__.update(
-        {k: v for k, v in r.__dict__.items() if k not in ("_parameters", "_modules", "_buffers")}
-    )
-    other.capacity, other.weight = None, r.weight
+    other = copy.copy(r)
+    other.capacity = None
     return other
 
 
 def test_the_router_computes_in_fp32_from_bf16():
     r, (x, _) = router(torch.bfloat16), inputs(dtype=torch.bfloat16)
     _, probs, _ = r(x, None)
-    _, scores = scores_of(r, x)
+    _, scores = compute_scores(r, x)
     assert probs.dtype == torch.float32
     assert torch.allclose(probs.double().sum(-1), torch.ones(2, 6, dtype=torch.float64), atol=1e-6)
     top = scores.topk(K, -1).values
@@ -193,15 +181,14 @@ def made(name, micro_batch=None, **experts):
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10), RandomTokens(cfg, 0, 1)
 
 
-def gradients(name, micro_batch, **experts):
-    run, data = made(name, micro_batch, **experts)
+def first_gradients(run, data):
     kept = {}
 
     def grads_ready():
-        kept.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
+        kept.update({key: part.clone() for key, part in gradients_of(run).items()})
 
     train_step(watched(run, grads_ready), 1, data.microbatches(0))
-    return kept, run
+    return kept
 
 
 @pytest.mark.parametrize(
@@ -214,42 +201,33 @@ def gradients(name, micro_batch, **experts):
     ],
     ids=str,
 )
-def test_microbatches_change_nothing(name, changes):
-    (one, _), (many, _) = (gradients(name, n, **changes) for n in (8, 1))
+def test_the_size_of_microbatches_changes_no_gradient(name, changes):
+    one, many = (first_gradients(*made(name, n, **changes)) for n in (8, 1))
     for key, g in one.items():
         assert torch.allclose(g, many[key], rtol=1e-9, atol=1e-12), key
 
 
-def test_the_micro_form_does_depend_on_them():
-    (one, _), (many, _) = (gradients("mixtral-tiny", n, **{"router.aux.over": "micro"}) for n in (8, 1))
+def test_a_balance_over_a_microbatch_depends_on_its_size():
+    keys = {"router.aux.over": "micro"}
+    one, many = (first_gradients(*made("mixtral-tiny", n, **keys)) for n in (8, 1))
     key = "layers.0.mlp.router.weight"
     assert (one[key] - many[key]).abs().max() > 1e-4 * one[key].abs().max()
 
 
-def test_experts_without_tokens_are_updated_all_the_same():
-    """No gradient, but moments and weight decay: the step that any other parameter without a gradient
-    makes.
-    """
+def test_experts_without_tokens_have_weight_decay_as_any_parameter():
     run, data = made("dots1-tiny", **{"router.groups": 1, "router.group_top_k": 1})
     for r in run.routers.local_routers:
         r.bias[4:] -= 10  # 3 of the first 4 experts are chosen
-    before = {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
-    kept = {}
-
-    def grads_ready():
-        kept.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
-
-    train_step(watched(run, grads_ready), 1, data.microbatches(0))
+    before = {key: part.clone() for key, part in compute_weights(run).items()}
+    kept, after = first_gradients(run, data), compute_weights(run)
     o, lr = run.cfg.optim, run.learning_rate(1)
-    after = {box.key: part for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
     for e in range(8):
         key = f"layers.1.mlp.experts.{e}.up.weight"
         assert kept[key].any() == (e < 4)
         assert e < 4 or torch.allclose(after[key], before[key] * (1 - lr * o.weight_decay), rtol=1e-12)
     for r in run.routers.local_routers:
-        assert torch.allclose(
-            r.bias[4:], torch.full((4,), -10 + run.cfg.model.mlp.router.bias_rate, dtype=torch.float64)
-        )
+        want = torch.full_like(r.bias[4:], -10 + run.cfg.model.mlp.router.bias_rate)
+        assert torch.allclose(r.bias[4:], want)
 
 
 @pytest.mark.parametrize("name", ["dots1-tiny", "qwen3-moe-tiny"])
@@ -257,21 +235,15 @@ def test_a_router_that_sees_nan_skips_the_step_and_changes_nothing(name):
     run, data = made(name)
     block = run.stages[0].blocks[1]
     block.mlp.router.weight.data[2] = float("nan")
-    kept = [
-        t.clone() for t in (*(b.weights.master for b in run.buckets), *(t for _, t in run.routers.boxes()))
-    ]
+
+    def state():
+        return [*(b.weights.master for b in run.buckets), *(t for _, t in run.routers.boxes())]
+
+    kept = [t.clone() for t in state()]
     _, norm, ok, _ = train_step(run, 1, data.microbatches(0))
     assert not ok and norm.isnan()
-    now = [*(b.weights.master for b in run.buckets), *(t for _, t in run.routers.boxes())]
-    assert all(
-        torch.equal(
-            a,
-            b,
-        )
-        or (a.isnan() == b.isnan()).all()
-        and torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in zip(kept, now)
-    )
+    for before, now in zip(kept, state()):
+        torch.testing.assert_close(now, before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_biases_move_against_the_load_and_loads_are_kept():
@@ -287,19 +259,9 @@ def test_biases_move_against_the_load_and_loads_are_kept():
         assert torch.allclose(r.load, told[:8] * 8 / told[:8].sum()) and r.load.sum() == pytest.approx(8)
 
 
-def test_generation_one_token_at_a_time():
-    """The cache gives what the whole sequence gives: routing looks at no other token."""
-    from model.context import GenerationCache
-
+def test_in_generation_routing_looks_at_no_other_token():
     run, _ = made("mixtral-tiny", capacity=CapacityConfig(factor=1.0))
-    tokens, cache = torch.arange(1, 13)[None], GenerationCache()
-    positions = torch.arange(12)[None]
-    whole = run.stages[0].logits(tokens, positions)
-    parts = [
-        run.logits(tokens[:, a:b], positions[:, a:b], cache, b - a - 1) for a, b in ((0, 5), (5, 6), (6, 12))
-    ]
-    for part, at in zip(parts, (4, 5, 11)):
-        assert torch.allclose(part, whole[0, at], atol=1e-12)
+    check_cache(run.stages[0], (0, 5, 6, 12))
 
 
 def fill(moe: MoE) -> None:
@@ -310,14 +272,19 @@ def fill(moe: MoE) -> None:
 
 def mixture(**experts) -> MoE:
     """experts: keys of model.mlp."""
-    mlp = {"kind": "experts", "experts": 6, "width": 20, **experts}
-    tree = {
-        "model": {"hidden": D, "mixer.heads": 2, "mlp": mlp, "vocab": 64},
-        "train": {"steps": 1, "dtype": "fp64"},
-    }
-    moe = MoE(build_tree(config.Config, tree), Mesh.single(), 0)
+    moe = MoE(build_config(kind="experts", experts=6, width=20, **experts), Mesh.single(), 0)
     fill(moe)
     return moe
+
+
+def check_alike(got, want, leaves):
+    """Two outputs and their gradients. leaves: (ours, theirs, how to bring their gradient into our shape)."""
+    dy = torch.randn_like(want)
+    assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
+    ours, theirs, turns = zip(*leaves)
+    others = torch.autograd.grad(want, theirs, dy)
+    for a, b, turn in zip(torch.autograd.grad(got, ours, dy), others, turns):
+        assert torch.allclose(a, (turn(b) if turn else b).reshape(a.shape), rtol=1e-9, atol=1e-9)
 
 
 def test_experts_with_biases_are_those_of_gpt_oss():
@@ -340,18 +307,16 @@ def test_experts_with_biases_are_those_of_gpt_oss():
     theirs.router.weight.data, theirs.router.bias.data = moe.router.weight.data, moe.router.logit_bias.data
 
     x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(2, 5, D, dtype=torch.float64)
     got, want = moe(x, None)[0], theirs(x)[0]
-    assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
-    ours = torch.autograd.grad(
-        got, (x, moe.router.weight, moe.router.logit_bias, e.gate_up_bias, e.down_bias, e.down), dy)
-    t = theirs.experts
-    others = torch.autograd.grad(want, (
-        x, theirs.router.weight, theirs.router.bias, t.gate_up_proj_bias, t.down_proj_bias, t.down_proj), dy)
-    dx, drouter, dlogit, dgate_up, ddown_bias, ddown = others
-    dgate_up = dgate_up.view(6, 20, 2).transpose(1, 2)
-    for a, b in zip(ours, (dx, drouter, dlogit, dgate_up, ddown_bias, ddown.transpose(1, 2))):
-        assert torch.allclose(a, b.reshape(a.shape), rtol=1e-9, atol=1e-9)
+    t, transposed = theirs.experts, lambda g: g.transpose(1, 2)
+    check_alike(got, want, (
+        (x, x, None),
+        (moe.router.weight, theirs.router.weight, None),
+        (moe.router.logit_bias, theirs.router.bias, None),
+        (e.gate_up_bias, t.gate_up_proj_bias, lambda g: g.view(6, 20, 2).transpose(1, 2)),
+        (e.down_bias, t.down_proj_bias, None),
+        (e.down, t.down_proj, transposed),
+    ))
 
 
 def test_a_score_on_the_input_is_that_of_llama4():
@@ -370,20 +335,18 @@ def test_a_score_on_the_input_is_that_of_llama4():
     theirs.shared_expert.down_proj.weight.data = shared.down.weight.data
 
     x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
-    dy = torch.randn(10, D, dtype=torch.float64)
     modeling.torch.Tensor.float, narrow = torch.Tensor.double, torch.Tensor.float  # its scores are in fp32
     try:
         want = theirs(x)[0]
     finally:
         modeling.torch.Tensor.float = narrow
-    got = moe(x, None)[0].flatten(0, 1)
-    assert torch.allclose(got, want, rtol=1e-9, atol=1e-9)
-    ours = torch.autograd.grad(got, (x, moe.router.weight, e.gate_up, e.down), dy)
-    t = theirs.experts
-    dx, drouter, dgate_up, ddown = torch.autograd.grad(
-        want, (x, theirs.router.weight, t.gate_up_proj, t.down_proj), dy)
-    for a, b in zip(ours, (dx, drouter, dgate_up.transpose(1, 2), ddown.transpose(1, 2))):
-        assert torch.allclose(a, b.reshape(a.shape), rtol=1e-9, atol=1e-9)
+    t, transposed = theirs.experts, lambda g: g.transpose(1, 2)
+    check_alike(moe(x, None)[0].flatten(0, 1), want, (
+        (x, x, None),
+        (moe.router.weight, theirs.router.weight, None),
+        (e.gate_up, t.gate_up_proj, transposed),
+        (e.down, t.down_proj, transposed),
+    ))
 
 
 @pytest.mark.parametrize("weighs", ["output", "input"])
@@ -393,12 +356,8 @@ def test_biases_of_rows_that_are_padded_or_dropped(weighs):
     free, roomy = mixture(**more), mixture(**more, capacity={"factor": 3.0, "pad": True})
     x = torch.randn(2, 6, D, dtype=torch.float64)
     learn = RouterInputs(torch.ones(2, 6, dtype=torch.bool), 1.0, None)
-    got, want = roomy(x, learn)[0], free(x, learn)[0]
-    assert torch.allclose(got, want, atol=1e-9)
-    dy = torch.randn(2, 6, D, dtype=torch.float64)
-    for a, b in zip(torch.autograd.grad(got, list(roomy.parameters()), dy),
-                    torch.autograd.grad(want, list(free.parameters()), dy)):
-        assert torch.allclose(a, b, atol=1e-9)
+    same = [(a, b, None) for a, b in zip(roomy.parameters(), free.parameters(), strict=True)]
+    check_alike(roomy(x, learn)[0], free(x, learn)[0], same)
 
     tight, padded = (mixture(**more, capacity={"factor": 0.5, "pad": pad}) for pad in (False, True))
     assert torch.allclose(tight(x, learn)[0], padded(x, learn)[0], atol=1e-9)
@@ -410,15 +369,9 @@ def test_biases_of_rows_that_are_padded_or_dropped(weighs):
 
 def test_a_mixture_of_one_expert_is_an_mlp():
     """One expert, always chosen with probability one: the dense block's output, from the same weights."""
-    tree = {
-        "model": {"hidden": D, "mixer.heads": 2, "mlp.width": 20, "vocab": 64},
-        "train": {"steps": 1, "dtype": "fp64"},
-    }
-    cfg = build_tree(config.Config, tree)
+    cfg = build_config(width=20)
     mix = replace(cfg, model=replace(cfg.model, mlp=ExpertsConfig(experts=1, top_k=1, width=20)))
     torch.manual_seed(0)
-    from model.mlp import MLP
-
     dense, moe = MLP(cfg, Mesh.single(), 0), MoE(mix, Mesh.single(), 0)
     inner, down = torch.randn(40, D, dtype=torch.float64), torch.randn(D, 20, dtype=torch.float64)
     for p, value in (

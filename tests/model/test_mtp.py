@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from random_tokens import RandomTokens
+from small_runs import gradients_of
 from steps import watched
 from torch.nn.functional import cross_entropy
 
@@ -18,7 +19,7 @@ from lab.proof.verify.trial import prove
 from model.mlp import MLPConfig
 from parallel.context.zigzag import shard_batch, token_positions
 from parallel.microbatch import Microbatch
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from train import train_step
 
@@ -36,7 +37,7 @@ def batch(b=2, s=16, docs=True, seed=0):
 
 
 @pytest.mark.parametrize("docs", [False, True])
-def test_what_is_ahead(docs):
+def test_tokens_and_targets_ahead_are_those_of_the_sequence(docs):
     b = batch(docs=docs)
     a = b.with_tokens_ahead(3)
     for k in range(1, 4):
@@ -54,24 +55,19 @@ def test_a_cut_carries_what_is_ahead_of_the_whole_sequence():
     for r in range(2):
         part = shard_batch(whole, SimpleNamespace(index=r, size=2))
         mine = token_positions(16, r, 2)
-        assert torch.equal(part.tokens_ahead, whole.tokens_ahead[:, :, mine]) and torch.equal(
-            part.targets_ahead, whole.targets_ahead[:, :, mine]
-        )
+        assert torch.equal(part.tokens_ahead, whole.tokens_ahead[:, :, mine])
+        assert torch.equal(part.targets_ahead, whole.targets_ahead[:, :, mine])
 
 
 DENSE = MLPConfig(width=48)
 
 
-def run_of(depth, weight=0.3, dtype="fp64", **model):
+def forecast_run(depth, weight=0.3, dtype="fp64", **model):
     cfg = tiny_config("deepseek-v3-tiny")
     mtp = MTPConfig(modules=depth, weight=weight) if depth else None
-    cfg = replace(
-        cfg,
-        model=replace(
-            cfg.model, layers=2, mlp=DENSE, blocks=(), pattern=None, mtp=mtp, dropout=0.0, **model
-        ),
-        train=replace(cfg.train, global_batch=2, dtype=dtype),
-    )
+    dense = {"mlp": DENSE, "blocks": (), "pattern": None, "dropout": 0.0}
+    model = replace(cfg.model, layers=2, mtp=mtp, **dense, **model)
+    cfg = replace(cfg, model=model, train=replace(cfg.train, global_batch=2, dtype=dtype))
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 50)
 
 
@@ -80,25 +76,24 @@ def gradients(run, batches):
     found = {}
 
     def grads_ready():
-        found.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
+        found.update({key: part.clone() for key, part in gradients_of(run).items()})
 
     return train_step(watched(run, grads_ready), 1, batches)[0].item(), found
 
 
-def test_only_training_knows_it():
-    """The loss that is told, evaluation and logits are those of the model without; the gradients are not, and
-    a weight of 0 takes even those back.
+def test_only_the_gradients_of_training_know_the_modules_ahead():
+    """Loss, evaluation and logits are those of the model without modules ahead; gradients are not, but for a
+    weight of 0.
     """
-    plain, none, some = run_of(0), run_of(2, 0.0), run_of(2)
+    plain, none, some = forecast_run(0), forecast_run(2, 0.0), forecast_run(2)
     data = RandomTokens(plain.cfg, 0, 1).microbatches(0)
     (loss, want), (loss_0, got_0), (loss_1, got_1) = (gradients(r, data) for r in (plain, none, some))
     assert loss == loss_0 == loss_1
-    assert all(torch.equal(want[k], got_0[k]) for k in want) and not any(
-        torch.equal(want[k], got_1[k]) for k in want
-    )
+    for key, gradient in want.items():
+        assert torch.equal(gradient, got_0[key]) and not torch.equal(gradient, got_1[key]), key
     assert all(not got_0[k].any() and got_1[k].any() for k in got_0.keys() - want.keys())
     place = torch.arange(16)[None]
-    fresh = run_of(0), run_of(2)
+    fresh = forecast_run(0), forecast_run(2)
     assert torch.equal(*(r.logits(place, place, None, 9) for r in fresh))
     assert torch.equal(*(r.pipeline.evaluate(data) for r in fresh))
 
@@ -115,20 +110,17 @@ def test_gradients_are_those_of_transformers_modules(tied):
     from checkpoint.hf import config as hf_config
     from checkpoint.hf import tensors as hf
 
-    run, depth = run_of(2, 0.6, tied=tied, vocab=128), 2
+    run, depth = forecast_run(2, 0.6, tied=tied, vocab=128), 2
     m = run.cfg.model
-    pieces = [(box, part) for b in run.buckets for box, part in boxes_of(b, b.weights.master)]
+    pieces = [(box, part) for b in run.buckets for box, part in get_boxes(b, b.weights.master)]
     for box, part in pieces:
-        part.copy_(
-            torch.randn(part.shape, generator=torch.Generator().manual_seed(len(box.key))) * 0.3
-            + (part.dim() == 1)
-        )
+        numbers = torch.Generator().manual_seed(len(box.key))
+        part.copy_(torch.randn(part.shape, generator=numbers) * 0.3 + (part.dim() == 1))
     # dense layers, as config.json can describe them without further tokens; the modules come below
     said = hf_config.to_hf_config(replace(m, mtp=None), "float32", {})
     said["n_shared_experts"] = 1  # of layers that are replaced below
-    main = transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(**{k: v for k, v in said.items() if k != "torch_dtype"})
-    ).double()
+    their_config = transformers.DeepseekV3Config(**{k: v for k, v in said.items() if k != "torch_dtype"})
+    main = transformers.DeepseekV3ForCausalLM(their_config).double()
     more = layers.MtpModel(main, depth).double()
     theirs = {}  # our tensors, under their names
     for place in hf.hf_tensors("deepseek_v3", m, pieces):
@@ -140,11 +132,9 @@ def test_gradients_are_those_of_transformers_modules(tied):
         module.mtp_block = type(main.model.layers[0])(main.config, 0).double()  # theirs would have experts
         at = f"model.layers.{m.layers + k}."
         for name, p in module.named_parameters():
-            name = (
-                name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
-                if not name.startswith("mtp_block.post_att")
-                else name[10:]
-            )
+            if not name.startswith("mtp_block.post_att"):
+                name = name.replace("post_norm", "shared_head.norm")
+            name = name.replace("mtp_block.", "")
             p.data.copy_(theirs[at + name])
     data = [replace(b, documents=None) for b in RandomTokens(run.cfg, 0, 1).microbatches(0)]
     _, ours = gradients(run, data)
@@ -157,14 +147,10 @@ def test_gradients_are_those_of_transformers_modules(tied):
         for k in range(depth):
             cos_sin = main.model.rotary_emb(h, position_ids=b.positions)
             mask = torch.full((h.shape[1], h.shape[1]), float("-inf"), dtype=h.dtype).triu(1)[None, None]
-            h = more.layers[k](
-                main.model.embed_tokens(a.tokens_ahead[k]), h, cos_sin, mask, b.positions, None
-            )
-            losses.append(
-                0.6
-                / depth
-                * cross_entropy(main.lm_head(h).flatten(0, 1), a.targets_ahead[k].flatten(), reduction="sum")
-            )
+            ahead = main.model.embed_tokens(a.tokens_ahead[k])
+            h = more.layers[k](ahead, h, cos_sin, mask, b.positions, None)
+            logits, targets = main.lm_head(h).flatten(0, 1), a.targets_ahead[k].flatten()
+            losses.append(0.6 / depth * cross_entropy(logits, targets, reduction="sum"))
         (sum(losses) / count).backward()
     compared = {
         "embed.weight": main.model.embed_tokens.weight,
@@ -178,10 +164,8 @@ def test_gradients_are_those_of_transformers_modules(tied):
     }
     compared |= {} if tied else {"head.weight": main.lm_head.weight}
     for key, p in compared.items():
-        got = ours[key][: len(p)]
-        assert (got - p.grad).abs().max() < 1e-5 * p.grad.abs().max(), (
-            key
-        )  # their norms and softmax are in fp32
+        error = (ours[key][: len(p)] - p.grad).abs().max()
+        assert error < 1e-5 * p.grad.abs().max(), key  # their norms and softmax are in fp32
 
 
 TWO = MTPConfig(modules=2)

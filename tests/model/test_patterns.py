@@ -3,18 +3,15 @@ the cache, in FLOPs and in what the planner describes. (Logits beside transforme
 
 import pytest
 import torch
+from small_runs import check_cache, compute_weights, forecast_run, gradients_of
 
 import train
-from build import build_run
-from config.reading import resolve
 from model.block import TransformerBlock
-from model.context import GenerationCache, forward_context
-from model.describe import describe_stage
+from model.context import forward_context
+from model.describe import block_kind, describe_stage
 from model.flops import flops_of_parts
 from parallel.microbatch import Microbatch
 from parallel.sharding.spec import sharded_parameters
-from parallel.sharding.views import boxes_of
-from parallel.topology.mesh import Mesh
 from plan.count import parameters
 
 S = 24
@@ -41,32 +38,27 @@ KINDS = ("local", "block", "few", "local", "block")
 
 @pytest.fixture(scope="module")
 def run():
-    cfg = resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in SETTINGS.items()])
-    run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
-    for number, p in enumerate(run.stages[0].parameters()):
-        numbers = torch.Generator().manual_seed(number)
-        p.data.add_(0.3 * torch.randn(p.shape, generator=numbers, dtype=p.dtype))
-    return run
+    return forecast_run("llama3-tiny", SETTINGS)
 
 
 def test_each_block_is_of_its_kind(run):
     blocks = run.stages[0].blocks
-    assert [block.attn.core.view.window for block in blocks] == [5, None, None, 5, None]
-    assert [block.attn.rotation and block.attn.rotation.base for block in blocks] == [
+    assert [block.mixer.core.view.window for block in blocks] == [5, None, None, 5, None]
+    assert [block.mixer.rotation and block.mixer.rotation.base for block in blocks] == [
         30.0, 500000.0, None, 30.0, 500000.0,
     ]
-    assert [block.attn.kv_heads for block in blocks] == [2, 2, 1, 2, 2]
+    assert [block.mixer.kv_heads for block in blocks] == [2, 2, 1, 2, 2]
     assert [block.mlp.down.weight.shape[1] for block in blocks] == [40, 40, 24, 40, 40]
-    assert [TransformerBlock.kind(run.cfg, layer).name for layer in range(5)] == list(KINDS)
+    assert [block_kind(run.cfg, layer).name for layer in range(5)] == list(KINDS)
 
 
 @torch.no_grad()
 def test_a_far_token_is_seen_by_the_layers_that_see_it(run):
-    """What a change of the first token changes in the last one's input of each attention."""
+    """A change of the first token reaches the outputs of each attention within its window."""
     context = forward_context(run.cfg, torch.arange(S)[None], None)
     assert len(context.masks) == 2 and len(context.rotations) == 2  # each is made once
     for layer, window in enumerate((5, None, None, 5, None)):
-        attn = run.stages[0].blocks[layer].attn
+        attn = run.stages[0].blocks[layer].mixer
         x = torch.randn(1, S, 32, generator=torch.Generator().manual_seed(layer), dtype=torch.float64)
         other = x.clone()
         other[0, 0] += 1
@@ -74,17 +66,8 @@ def test_a_far_token_is_seen_by_the_layers_that_see_it(run):
         assert moved.nonzero().flatten().tolist() == list(range(window or S))
 
 
-@torch.no_grad()
 def test_the_cache_changes_nothing(run):
-    stage = run.stages[0]
-    ids = torch.randint(50, (1, S), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(S)[None]
-    whole = stage.logits(ids, positions)
-    cache = GenerationCache()
-    for first, last in ((0, 9), (9, 10), (10, 16), (16, 17), (17, S)):
-        got = stage.logits(ids[:, first:last], positions[:, first:last], cache=cache)
-        cache.length = last
-        torch.testing.assert_close(got, whole[:, first:last], rtol=1e-9, atol=1e-11)
+    check_cache(run.stages[0], (0, 9, 10, 16, 17, S))
 
 
 def test_flops_and_parameters_are_those_of_each_kind(run):
@@ -110,7 +93,7 @@ def test_blocks_of_one_kind_are_described_once(run):
         assert [p.spec.shape for p in part.params] == [p.spec.shape for p in sharded_parameters(block)]
 
 
-def halves_of(key):
+def num_halves(key):
     """Our name of a tensor of whole blocks -> its name where mixers and MLPs are blocks by themselves."""
     start, layer, rest = key.split(".", 2) if key.startswith("layers.") else (key, None, "")
     if layer is None:
@@ -118,15 +101,15 @@ def halves_of(key):
     return f"{start}.{2 * int(layer) + rest.startswith('mlp')}.{rest}"
 
 
-def gradients(run):
-    """{our name: gradient} of the loss of two sequences, and their logits."""
+def train_on_two_sequences(run):
+    """{our name: gradient} of their loss, and their logits."""
     ids = torch.randint(50, (2, S + 1), generator=torch.Generator().manual_seed(3))
     place = torch.arange(S).expand(2, S)
     batch = [Microbatch(ids[:, :-1], ids[:, 1:].clone(), place, sequence_ids=torch.arange(2))]
     with torch.no_grad():
         logits = run.stages[0].logits(batch[0].tokens, place)
     train.forward_backward(run, train.shard_microbatches(run, batch), run.scaler.scale)
-    return {box.key: x.clone() for b in run.buckets for box, x in boxes_of(b, b.grads.local)}, logits
+    return gradients_of(run), logits
 
 
 @pytest.mark.parametrize("place", ["before", "after", "around"])
@@ -142,22 +125,18 @@ def test_a_mixer_alone_and_an_mlp_alone_are_a_block(place, recompute):
         "model.blocks.second.mixer": "none",
         "model.pattern": "(first, second)...",
     }
-    runs = []
-    for keys in (whole, halves):
-        cfg = resolve("llama3-tiny", None, [f"--{key}={value}" for key, value in keys.items()])
-        runs.append(build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1))
-    weights = [{box.key: x for b in run.buckets for box, x in boxes_of(b, b.weights.master)} for run in runs]
-    for number, (key, x) in enumerate(weights[0].items()):
-        x.add_(0.3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(number), dtype=x.dtype))
-        weights[1][halves_of(key)].copy_(x)
-    assert {halves_of(key) for key in weights[0]} == weights[1].keys()
+    runs = [forecast_run("llama3-tiny", keys) for keys in (whole, halves)]
+    weights = [compute_weights(run) for run in runs]
+    for key, x in weights[0].items():
+        weights[1][num_halves(key)].copy_(x)
+    assert {num_halves(key) for key in weights[0]} == weights[1].keys()
 
-    (want, logits), (got, same_logits) = map(gradients, runs)
+    (want, logits), (got, same_logits) = map(train_on_two_sequences, runs)
     torch.testing.assert_close(same_logits, logits, rtol=1e-12, atol=1e-13)
     for key, gradient in want.items():
-        torch.testing.assert_close(got[halves_of(key)], gradient, rtol=1e-11, atol=1e-13, msg=key)
-    kinds = [TransformerBlock.kind(runs[1].cfg, layer) for layer in range(2)]
-    assert kinds[1].mixer is None and kinds[0].mixer is TransformerBlock.mixer(runs[0].cfg, 0)
+        torch.testing.assert_close(got[num_halves(key)], gradient, rtol=1e-11, atol=1e-13, msg=key)
+    kinds = [block_kind(runs[1].cfg, layer) for layer in range(2)]
+    assert kinds[1].mixer is None and kinds[0].mixer is TransformerBlock.mixer_class(runs[0].cfg, 0)
     assert parameters(runs[0].cfg.model) == parameters(runs[1].cfg.model)
     assert sum(flops_of_parts(runs[0].cfg.model, (S,), S)) == pytest.approx(
         sum(flops_of_parts(runs[1].cfg.model, (S,), S)), rel=1e-12

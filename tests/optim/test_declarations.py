@@ -7,11 +7,11 @@ import torch
 
 from build import build_run, optimizer_class
 from config import OPTIMIZERS, Config, ConfigError, MupConfig
-from config.optimizers import in_words, optimizers_that
+from config.optimizers import optimizers_that, to_text
 from config.reading.suggestions import check_rules
 from config.reading.tiny import tiny_config
 from optim.base import Optimizer
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 
 YES = torch.tensor(True)
@@ -29,7 +29,7 @@ def masters_after_a_step(cfg: Config) -> dict[str, torch.Tensor]:
     for bucket in run.buckets:
         bucket.grads.local.normal_(generator=stream)
     run.optim.step(1, 0.01, torch.tensor(1.0, dtype=torch.float64), YES)
-    return {box.key: part for bucket in run.buckets for box, part in boxes_of(bucket, bucket.weights.master)}
+    return {box.key: part for bucket in run.buckets for box, part in get_boxes(bucket, bucket.weights.master)}
 
 
 @pytest.mark.slow(every=2)
@@ -62,7 +62,7 @@ def test_offload_and_bf16_states_are_as_the_row_says(name):
             assert rounded.dtype == torch.bfloat16
             torch.testing.assert_close(rounded.double(), plain[key], rtol=2**-6, atol=1e-3)
     else:
-        with pytest.raises(ConfigError, match=f"^optim.states: .* optim.name={name}; take "):
+        with pytest.raises(ConfigError, match=f"^optim.states: .* optim.name={name}; use "):
             check_rules(narrow)
 
 
@@ -72,17 +72,13 @@ def test_mup_is_as_the_row_says(name):
     cfg = with_optimizer(name)
     cfg = replace(cfg, model=replace(cfg.model, mup=MupConfig(base=16)))
     if OPTIMIZERS[name].why_no_mup:
-        others = in_words(optimizers_that(lambda spec: not spec.why_no_mup), "or")
-        with pytest.raises(ConfigError, match=f"^optim.name: {name} does not support muP .*; take {others}$"):
+        others = to_text(optimizers_that(lambda spec: not spec.why_no_mup), "or")
+        with pytest.raises(ConfigError, match=f"^optim.name: {name} does not support muP .*; use {others}$"):
             check_rules(cfg)
     else:
         check_rules(cfg)
 
 
 def test_a_list_in_words():
-    assert [in_words(names) for names in (["a"], ["a", "b"], ["a", "b", "c"])] == [
-        "a",
-        "a and b",
-        "a, b and c",
-    ]
-    assert in_words(["a", "b", "c"], "or") == "a, b or c"
+    assert [to_text([*names]) for names in ("a", "ab", "abc")] == ["a", "a and b", "a, b and c"]
+    assert to_text(["a", "b", "c"], "or") == "a, b or c"

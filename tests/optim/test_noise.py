@@ -19,43 +19,37 @@ from optim.noise import noise_scale_estimate
 from parallel.pipeline.schedule import SCHEDULES, make_schedule
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from train import train_step
 
 
-def test_gradients_of_known_covariance():
+def test_the_estimates_of_gradients_of_known_covariance_are_right_on_average():
     """G ~ N(mu, diag(var) / n): the means over many steps are S = sum(var) and |mu|^2, within five standard
     errors.
     """
     stream, d, draws = torch.Generator().manual_seed(0), 40, 4000
-    mu, var = (
-        torch.randn(d, generator=stream, dtype=torch.float64) * 0.3,
-        torch.rand(d, generator=stream, dtype=torch.float64) * 50,
-    )
+    mu = torch.randn(d, generator=stream, dtype=torch.float64) * 0.3
+    var = torch.rand(d, generator=stream, dtype=torch.float64) * 50
     n = torch.tensor([3.0, 8.0, 0.0, 5.0])  # tokens of the small batches, one of them empty
     told = []
+
+    def gradient(tokens):
+        if not tokens:
+            return torch.zeros(d).double()
+        return mu + (var / tokens).sqrt() * torch.randn(d, generator=stream, dtype=torch.float64)
+
     for _ in range(draws):
-        grads = [
-            mu + (var / k).sqrt() * torch.randn(d, generator=stream, dtype=torch.float64)
-            if k
-            else torch.zeros(d).double()
-            for k in (*n, 24.0)
-        ]
-        whole = (
-            sum(k * g for k, g in zip(n, grads)) + 24 * grads[-1]
-        ) / 40  # the small ones are a part of the big one
-        small = sum(k * g.square().sum() for k, g in zip(n, grads))
-        told.append(
-            noise_scale_estimate(
-                small=small,
-                small_tokens=n.sum(),
-                small_batches=(n > 0).sum(),
-                big=whole.square().sum(),
-                big_tokens=torch.tensor(40),
-            )
-        )
+        *grads, rest = [gradient(k) for k in (*n, 24.0)]
+        whole = (sum(k * g for k, g in zip(n, grads)) + 24 * rest) / 40  # the small ones are a part of it
+        told.append(noise_scale_estimate(
+            small=sum(k * g.square().sum() for k, g in zip(n, grads)),
+            small_tokens=n.sum(),
+            small_batches=(n > 0).sum(),
+            big=whole.square().sum(),
+            big_tokens=torch.tensor(40),
+        ))
     told = torch.stack(told)
     error = 5 * told.std(0) / draws**0.5
     assert ((told.mean(0) - torch.stack([var.sum(), mu.square().sum()])).abs() < error).all()
@@ -125,19 +119,12 @@ def by_hand(cfg, dp: int) -> list[float]:
             log=replace(cfg.log, noise_scale=False),
             train=replace(cfg.train, global_batch=len(batches) * cfg.train.micro_batch),
         )
-        run, n = (
-            build_run(one, Mesh.single(), torch.device("cpu"), None, 9),
-            float(sum(b.num_counted() for b in batches)),
-        )
+        run = build_run(one, Mesh.single(), torch.device("cpu"), None, 9)
+        n = float(sum(b.num_counted() for b in batches))
         run.pipeline.run(run.schedules[len(batches)], batches, 1.0)
-        return n, float(
-            sum(
-                (g / n).square().sum()
-                for b in run.buckets
-                for box, g in boxes_of(b, b.grads.local)
-                if g.dim() == 2 and (".attn." in box.key or ".mlp." in box.key)
-            )
-        )
+        gradients = [(box.key, g) for b in run.buckets for box, g in get_boxes(b, b.grads.local)]
+        hidden = [g for key, g in gradients if g.dim() == 2 and (".attn." in key or ".mlp." in key)]
+        return n, float(sum((g / n).square().sum() for g in hidden))
 
     batches = [RandomTokens(cfg, r, dp).microbatches(0) for r in range(dp)]
     small, (whole, big) = [squares(b[:1]) for b in batches], squares(sum(batches, []))

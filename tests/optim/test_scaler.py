@@ -16,7 +16,7 @@ from parallel.topology.mesh import Mesh
 from train import train_step
 
 
-def run_of(name, dtype):
+def forecast_run(name, dtype):
     cfg = tiny_config(name)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype))
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 50), RandomTokens(cfg, 0, 1)
@@ -27,8 +27,8 @@ def steps(run, data, n):
 
 
 @pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
-def test_a_power_of_two_changes_nothing(name):
-    (a, data), (b, _) = run_of(name, "fp64"), run_of(name, "fp64")
+def test_a_loss_scale_of_a_power_of_two_changes_nothing(name):
+    (a, data), (b, _) = forecast_run(name, "fp64"), forecast_run(name, "fp64")
     b.scaler.scale.fill_(2.0**16)
     assert steps(a, data, 2) == steps(b, data, 2)
     for x, y in zip(a.buckets, b.buckets):
@@ -39,7 +39,7 @@ def test_a_power_of_two_changes_nothing(name):
 
 @pytest.mark.slow
 def test_fp16_trains_like_fp32_and_halves_its_scale_on_overflow():
-    (a, data), (b, _) = run_of("llama3-tiny", "fp32"), run_of("llama3-tiny", "fp16")
+    (a, data), (b, _) = forecast_run("llama3-tiny", "fp32"), forecast_run("llama3-tiny", "fp16")
     b.scaler.scale.fill_(2.0**40)  # far too large: it must come down by itself
     skipped = 0
     while b.scaler.scale > 2.0**20:
@@ -48,16 +48,15 @@ def test_fp16_trains_like_fp32_and_halves_its_scale_on_overflow():
         if ok:
             break
     assert skipped > 3 and b.scaler.scale == 2.0 ** (40 - skipped)
-    (c, _) = run_of("llama3-tiny", "fp16")
+    (c, _) = forecast_run("llama3-tiny", "fp16")
     ours, theirs = steps(c, data, 4), steps(a, data, 4)
     assert all(ok for _, _, ok in ours)
-    for (l1, n1, _), (l2, n2, _) in zip(ours, theirs):
-        assert float(l1) == pytest.approx(float(l2), rel=3e-3) and float(n1) == pytest.approx(
-            float(n2), rel=3e-2
-        )
+    for (loss, norm, _), (want_loss, want_norm, _) in zip(ours, theirs):
+        assert float(loss) == pytest.approx(float(want_loss), rel=3e-3)
+        assert float(norm) == pytest.approx(float(want_norm), rel=3e-2)
 
 
-def test_growth_and_memory():
+def test_a_scale_doubles_after_its_window_up_to_the_largest_and_is_saved():
     s = LossScaler(torch.float16, torch.device("cpu"))
     for _ in range(1000):
         s.adapt(torch.tensor(True), torch.tensor(True))
@@ -76,7 +75,7 @@ def test_growth_and_memory():
     assert plain.state() == [1.0, 0.0]
 
 
-def test_a_run_that_goes_on_in_fp16_begins_with_the_first_scale(tmp_path):
+def test_a_run_that_resumes_in_fp16_begins_with_the_first_scale(tmp_path):
     """A run without scaling saves a scale of 1: gradients of fp16 would vanish under it."""
     words = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
     words += ["--log.name", "r"]
@@ -84,7 +83,7 @@ def test_a_run_that_goes_on_in_fp16_begins_with_the_first_scale(tmp_path):
     assert train.main([*words, "--train.steps", "4", "--train.dtype", "fp16"]) == 0
     meta = store.read_meta(tmp_path / "r" / "checkpoints" / "step_00000004")
     assert meta["loss_scale"] == [2.0**16, 2.0]
-    # and goes on with its own
+    # then it resumes with its own
     assert train.main([*words, "--train.steps", "5", "--train.dtype", "fp16"]) == 0
     meta = store.read_meta(tmp_path / "r" / "checkpoints" / "step_00000005")
     assert meta["loss_scale"] == [2.0**16, 3.0]

@@ -19,7 +19,7 @@ from config.reading.tiny import tiny_config
 from kernels.adam import AdamWStep, adamw, adamw_reference
 from kernels.rounding import ElementIndex, salt
 from model.sharding import parallel_dims
-from parallel.sharding.views import boxes_of, tensor_ranges
+from parallel.sharding.views import get_boxes, tensor_ranges
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from train import train_step
@@ -51,9 +51,8 @@ def error(form: str) -> float:
                 grad,
                 m,
                 v,
-                step=step,
+                AdamWStep(step=step, **HOW),
                 element_index=None if form == "fp32" else ElementIndex(salt(0, step, "w"), 0, n, n),
-                **HOW,
             )
     return float((p.float() - target).square().mean())
 
@@ -100,7 +99,7 @@ def updated(world: World, cfg, chunk: int = 0) -> list:
         ]
     for step in (1, 2, 3):
         for b in run.buckets:
-            for box, part in boxes_of(b, b.grads.local):
+            for box, part in get_boxes(b, b.grads.local):
                 whole = torch.randn(
                     box.shape,
                     generator=torch.Generator().manual_seed(zlib.crc32(f"{step}{box.key}".encode())),

@@ -22,7 +22,7 @@ from torch import Tensor
 import train
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from runtime import closing
 from runtime.experts import ExpertLoadMap
 from runtime.failure import fail_cleanly
@@ -192,7 +192,7 @@ def child(seen_file: pathlib.Path, log: pathlib.Path, args: list[str]) -> None:
         if point == "run.built":
             run, valid = what["run"], what["valid"]
             seen["first"] = {
-                box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)
+                box.key: part.clone() for b in run.buckets for box, part in get_boxes(b, b.weights.master)
             }
             seen["valid"] = [plain(b) for i in range(run.cfg.eval.batches) for b in valid.microbatches(i)]
         if point == "step.read":

@@ -27,7 +27,7 @@ def others() -> list:
 
 
 @pytest.mark.parametrize("name,docs,micro", [*core(), *others()])
-def test_family(place, note, name, docs, micro):
+def test_a_family_trains_as_the_model_of_transformers(place, note, name, docs, micro):
     family = families.variant(FAMILIES[name], docs, micro)
     row, run, *_ = compare.prove(*place, family)
     compare.check_first(run.first, families.STD, family.config.get("num_hidden_layers", 2))

@@ -21,7 +21,7 @@ WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 class Wide(TorchFunctionMode):
-    """Every torch function is called with fp64 in the place of fp32."""
+    """Every torch function is called with fp64 instead of fp32."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float:
@@ -111,9 +111,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Router:
-    """What training adds to a mixture. kind: whose load is balanced; bias_rate: of the selection bias; None:
-    there is none; capacity: of an expert, in fair shares of a sequence; by_place: the last are turned away,
-    not the least likely."""
+    """Terms that training adds to a mixture. kind: whose load is balanced; bias_rate: of the selection bias;
+    capacity: of an expert, in fair shares of a sequence; by_place: the last are dropped, not the least
+    likely.
+    """
 
     aux: float = 0.0
     kind: str = "sequence"
@@ -312,7 +313,7 @@ def take(model: nn.Module, first: dict[str, Tensor]) -> None:
 
 @dataclass
 class Pass:
-    """What one forward pass tells: the summed loss of the counted tokens and their number, the further
+    """Results of one forward pass: the summed loss of the counted tokens and their number, the further
     tokens' loss, and of each router the samples' counted tokens: [(sample, logits [tokens, experts], choices
     [tokens, k])]."""
 
@@ -382,7 +383,7 @@ def summed(model: nn.Module, family: Family, h: Tensor, rows: list, ahead: int) 
 
 
 def counted(rows: list, ahead: int, logits: Tensor, chosen: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """Of each piece the tokens that have a target."""
+    """Select the tokens of each piece that have a target."""
     known = [max(0, len(p) - ahead) for _, p in rows]
     return [(i, x[:n], c[:n]) for (i, _), n, x, c in zip(rows, known, logits, chosen)]
 
@@ -405,7 +406,7 @@ def room(r: Router, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 
 def balance(family: Family, routed: list, load: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-    """What one router adds to the loss of a microbatch: (load balance, z). routed: `counted`'s; load: f of
+    """Terms of one router in the loss of a microbatch: (load balance, z). routed: `counted`'s; load: f of
     the step before (arXiv 2501.11873); tokens: of the step.
 
     Sequence-wise (arXiv 2412.19437, eq. 17 to 20): alpha sum_i f_i P_i with
@@ -436,7 +437,7 @@ def balance(family: Family, routed: list, load: Tensor | None, tokens: int) -> t
 
 @dataclass
 class Told:
-    """What the reference told of each step; norms of the first microbatch's and the step's gradients of
+    """Results of the reference in each step; norms of the first microbatch's and the step's gradients of
     hidden matrices."""
 
     losses: list[float] = field(default_factory=list)

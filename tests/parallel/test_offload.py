@@ -11,7 +11,7 @@ from random_tokens import RandomTokens
 import optim.adamw
 from build import build_run
 from config.reading.tiny import tiny_config
-from kernels.adam import adamw
+from kernels.adam import AdamWStep, adamw
 from parallel.offload import (
     MIN_BYTES,
     PREFETCH,
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def test_an_update_in_chunks_is_bitwise_the_update():
     g, n = torch.Generator().manual_seed(0), 1000
     state, grad = [torch.rand(n, generator=g) for _ in range(3)], torch.randn(n, generator=g)
-    how = dict(
+    numbers = AdamWStep(
         lr=1e-2,
         beta1=0.9,
         beta2=0.95,
@@ -40,11 +40,11 @@ def test_an_update_in_chunks_is_bitwise_the_update():
         is_good=torch.tensor(True),
     )
     whole, low = [t.clone() for t in state], torch.empty(n, dtype=torch.bfloat16)
-    adamw(whole[0], grad, *whole[1:], **how)
+    adamw(whole[0], grad, *whole[1:], numbers)
     seen = []
     for cut, (p, m, v) in staged_chunks(state, CPU, CopyStream(CPU), chunk=256):
         assert all(t.data_ptr() != s[cut].data_ptr() for t, s in zip((p, m, v), state))  # a copy, as on a GPU
-        adamw(p, grad[cut], m, v, weight_copy=low[cut], **how)
+        adamw(p, grad[cut], m, v, numbers, weight_copy=low[cut])
         seen.append((cut.start, cut.stop))
     assert seen == [(0, 256), (256, 512), (512, 768), (768, 1000)]
     assert all(torch.equal(a, b) for a, b in zip(state, whole)) and torch.equal(low, whole[0].bfloat16())

@@ -1,4 +1,4 @@
-"""What is said after an out-of-memory: true by the planner's count, and settings that train.py takes."""
+"""The advice after an out-of-memory: true by the planner's count, and settings that train.py takes."""
 
 import json
 import pathlib
@@ -17,7 +17,7 @@ from config.reading.schedules import plan_pipeline
 from plan import advice
 from plan.advice import GIB, find_savings, holdings, memory_advice
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
-from plan.search import TRANSIENT_BYTES, held_bytes, job_of
+from plan.search import TRANSIENT_BYTES, held_bytes, make_job
 from runtime import evaluate
 
 GPU = Gpu("h100")
@@ -66,7 +66,7 @@ def test_a_setting_that_is_named_fits_when_it_is_typed(name, world, gib):
         assert (total <= usable) == ((words, stated) in named_settings(fitting))
 
         # scripts.plan counts the same, and takes it for a GPU of that size
-        held = held_bytes(job_of(changed, world)[0], GPU)
+        held = held_bytes(make_job(changed, world)[0], GPU)
         assert held.state + held.activations + held.communicators == total
         assert (held.total <= gib * GIB) == (total <= usable)
     first_total = holdings(resolve(name, *named[0][0]), world, GPU).total
@@ -91,10 +91,10 @@ def test_what_train_refuses_is_not_named():
 
 def test_a_job_that_no_setting_makes_smaller_is_told_so(monkeypatch):
     monkeypatch.setattr(advice, "cheaper_settings", lambda cfg, is_on_gpu: iter(()))
-    assert "no single setting would make it less" in memory_advice(resolve("llama3-8b"), 8, 80 * GIB)
+    assert "no single setting would reduce it" in memory_advice(resolve("llama3-8b"), 8, 80 * GIB)
 
 
-def test_memory_of_the_host_is_no_way_out_on_a_cpu():
+def test_a_cpu_is_not_advised_to_use_memory_of_the_host():
     cfg = resolve("llama3-8b")
     keys = {key for saving in find_savings(cfg, 1, None) for key in saving.values}
     assert keys and "parallel.offload" not in keys
@@ -110,9 +110,9 @@ def test_what_the_system_takes_of_a_gpu_counts():
 
 
 def test_communicators_are_named_on_gpus_alone():
-    """Of eight ranks that exchange rows of experts, they are larger than most else."""
+    """Where eight ranks exchange rows of experts, they are larger than most else."""
     cfg = resolve("qwen3-30b-a3b", "--parallel.ep", "8", "--parallel.zero", "1")
-    job, _ = job_of(cfg, 8)
+    job, _ = make_job(cfg, 8)
     nbytes = communicator_bytes(job, GPU)
     assert nbytes > 2.5 * GIB
     assert f"buffers of NCCL's communicators {nbytes / GIB:.1f} GiB" in memory_advice(cfg, 8, 80 * GIB, GPU)
@@ -152,7 +152,7 @@ def test_a_rank_without_memory_ends_the_job_with_advice(tmp_path, module, where,
     assert line.startswith("error: rank 1 on ")
     cause = (str(error) or type(error).__name__).splitlines()[0]  # without C++'s stack
     assert f"out of memory: {type(error).__name__}: {cause}; by" in line
-    assert "; by the planner the fullest rank holds " in line and "; less with --" in line
+    assert "; according to the planner, the fullest rank holds " in line and "; less with --" in line
     reason = json.loads((tmp_path / "r" / "exit_reason.json").read_text())
     assert (reason["code"], reason["requeue"]) == (81, False)
 

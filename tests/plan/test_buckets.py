@@ -17,7 +17,7 @@ from model.sharding import parallel_dims
 from model.stages import make_stages
 from parallel.topology.mesh import Mesh
 from plan.buckets import buckets, unique_buckets
-from plan.job import job_of_rank
+from plan.job import make_rank_job
 
 LAYOUTS = [
     dict(zero=1),
@@ -35,30 +35,15 @@ def compared(cfg: config.Config, world: int, rank: int):
     dims = parallel_dims(cfg, world)
     mesh = Mesh.without_processes(dims, rank)
     made = make_buckets(cfg, mesh, torch.device("cpu"), make_stages(cfg, mesh, schedule.rank_of_stage))
-    planned = unique_buckets(buckets(job_of_rank(cfg, world, rank)))
+    planned = unique_buckets(buckets(make_rank_job(cfg, world, rank)))
 
-    def slots(specs, offsets):
-        return [
-            (offset, spec.shape, spec.lr_factor, spec.has_decay, spec.partial_over)
-            for spec, offset in zip(specs, offsets)
-        ]
+    def facts(bucket, slots):
+        of_slots = [(at, s.shape, s.lr_factor, s.has_decay, s.partial_over) for s, at in slots]
+        b = bucket
+        return b.size, b.shard_start, b.shard_end, b.num_users, b.is_hidden, of_slots
 
-    real = [
-        (
-            b.size,
-            b.shard_start,
-            b.shard_end,
-            b.num_users,
-            b.is_hidden,
-            slots([s.param.spec for s in b.slots], [s.offset for s in b.slots]),
-        )
-        for b in made.buckets
-    ]
-    ours = [
-        (b.size, b.shard_start, b.shard_end, b.num_users, b.is_hidden, slots(b.specs, b.offsets))
-        for b in planned
-    ]
-    return real, ours
+    real = [facts(b, [(slot.param.spec, slot.offset) for slot in b.slots]) for b in made.buckets]
+    return real, [facts(b, zip(b.specs, b.offsets)) for b in planned]
 
 
 @pytest.mark.slow(every=32)
@@ -79,18 +64,13 @@ def test_the_planned_buckets_are_the_runs(name, optimizer, mup, parallel):
         assert real == ours and len(real) > 4, rank
 
 
-def test_rates_of_mup_divide_buckets():
+def test_matrices_with_other_rates_under_mup_have_other_buckets():
     """A matrix of another rate lies elsewhere: deepseek-v3-tiny had 47 buckets in the run and 46 in the
     planner.
     """
-    cfg = resolve(
-        "deepseek-v3-tiny",
-        None,
-        ["--model.mup.base", "32", "--parallel.bucket_mb", "0.05", "--model.vocab", "512"],
-    )
-    (mup, ours), (plain, _) = (
-        compared(cfg, 1, 0),
-        compared(replace(cfg, model=replace(cfg.model, mup=None)), 1, 0),
-    )
+    words = ["--model.mup.base", "32", "--parallel.bucket_mb", "0.05", "--model.vocab", "512"]
+    cfg = resolve("deepseek-v3-tiny", None, words)
+    mup, ours = compared(cfg, 1, 0)
+    plain, _ = compared(replace(cfg, model=replace(cfg.model, mup=None)), 1, 0)
     assert mup == ours and [bucket[-1] for bucket in mup] != [bucket[-1] for bucket in plain]
     assert len({rate for bucket in mup for _, _, rate, *_ in bucket[-1]}) > 1

@@ -1,4 +1,4 @@
-"""What ranks exchange: schedules as they are meet, and every planted fault is named."""
+"""Exchanges of ranks: those of every schedule meet, and every planted fault is named."""
 
 import functools
 
@@ -11,7 +11,7 @@ from plan.record.check import TRANSPORTS, check
 from plan.record.events import PostedExchange, Wait
 from plan.record.launches import CHIPS
 from plan.record.role import record_role
-from scripts.dry_run import program_of
+from scripts.dry_run import make_program
 
 SIZE = (
     "--model.vocab 64 --model.layers 8 --model.hidden 16 --model.mixer.heads 2 --model.mixer.kv_heads none "
@@ -46,7 +46,7 @@ def recorded(words: str) -> dict[int, list]:
     cfg = resolve("llama3-tiny", None, [*SIZE, *words.split()])
     dims = parallel_dims(cfg, cfg.parallel.pp * cfg.parallel.tp)
     ranks = dims.group(0, "pp")
-    return {rank: record_role(cfg, dims, rank, CHIPS["h100"], program_of(cfg)).events for rank in ranks}
+    return {rank: record_role(cfg, dims, rank, CHIPS["h100"], make_program(cfg)).events for rank in ranks}
 
 
 @pytest.mark.slow(core=["--parallel.pp 2"])
@@ -72,8 +72,8 @@ def test_what_a_program_posts_in_another_order_hangs():
     second = in_order(posted(0, "receive", 0), posted(1, "send", 0))
     for transport in TRANSPORTS:
         assert check({0: first, 1: second}, transport) == [
-            "rank 0 waits for ever: receive of 64 bytes from rank 1 in group pp in ranks 0, 1",
-            "rank 1 waits for ever: receive of 64 bytes from rank 0 in group pp in ranks 0, 1",
+            "rank 0 waits forever: receive of 64 bytes from rank 1 in group pp in ranks 0, 1",
+            "rank 1 waits forever: receive of 64 bytes from rank 0 in group pp in ranks 0, 1",
         ]
 
 
@@ -96,7 +96,7 @@ def test_what_stands_behind_another_exchange_of_its_lane_is_named():
     }
     assert check(events, "gloo") == []
     assert check(events, "nccl")[0] == (
-        "rank 0 waits for ever: send of 64 bytes to rank 1 in group pp in ranks 0, 1, "
+        "rank 0 waits forever: send of 64 bytes to rank 1 in group pp in ranks 0, 1, "
         "behind receive of 64 bytes from rank 1 in group pp"
     )
     apart = {rank: [one._replace(lane=("backward", (0, 1))) if getattr(one, "verb", "") == "receive" and

@@ -1,4 +1,4 @@
-"""What communicators hold: the groups are those that a job connects, the bytes those of NCCL's own log."""
+"""Bytes of communicators: the groups are those that a job connects, the bytes those of NCCL's own log."""
 
 from unittest import mock
 
@@ -15,12 +15,12 @@ from plan.communicators import (
     MIB,
     Gpu,
     Placement,
-    bytes_of_communicator,
     communicator_bytes,
+    communicator_nbytes,
     num_peers,
     reserved_bytes,
 )
-from plan.job import job_of_rank
+from plan.job import make_rank_job
 
 H100 = Gpu("h100", node=8)
 RING = 24 * 12  # MiB: 24 channels in a node, each 10 MiB to receive and 2 MiB to send
@@ -60,27 +60,27 @@ def test_counted_are_the_groups_that_are_connected(dims):
 
 
 def test_a_communicator_in_a_node():
-    assert bytes_of_communicator(Placement(2, 2), 0, H100) == RING * MIB
+    assert communicator_nbytes(Placement(2, 2), 0, H100) == RING * MIB
     sharp = 4 * 16 * 2  # NVLink SHARP: of each rank, 16 channels both ways of 8 steps x 128 KiB
-    assert bytes_of_communicator(Placement(4, 4), 0, H100) == (RING + sharp) * MIB
-    assert bytes_of_communicator(Placement(4, 4), 0, Gpu("nvidia a100-sxm4-80gb")) == RING * MIB
-    assert bytes_of_communicator(Placement(2, 2), 1, H100) == (RING + PEER) * MIB
+    assert communicator_nbytes(Placement(4, 4), 0, H100) == (RING + sharp) * MIB
+    assert communicator_nbytes(Placement(4, 4), 0, Gpu("nvidia a100-sxm4-80gb")) == RING * MIB
+    assert communicator_nbytes(Placement(2, 2), 1, H100) == (RING + PEER) * MIB
 
 
 def test_a_communicator_over_several_nodes():
     """16 channels; the card of each reads and writes GPUs: 10 MiB to send, too."""
-    assert bytes_of_communicator(Placement(4, 1), 0, H100) == 16 * 20 * MIB
-    assert bytes_of_communicator(Placement(8, 2), 0, H100) == 16 * (10 + 2 + 8 / 2) * MIB
+    assert communicator_nbytes(Placement(4, 1), 0, H100) == 16 * 20 * MIB
+    assert communicator_nbytes(Placement(8, 2), 0, H100) == 16 * (10 + 2 + 8 / 2) * MIB
     both_ways = 2 * 32  # 16 channels x 16 steps x 128 KiB, whatever the number of peers
     for peers in (1, 3):
-        assert bytes_of_communicator(Placement(4, 1), peers, H100) == (16 * 20 + both_ways) * MIB
+        assert communicator_nbytes(Placement(4, 1), peers, H100) == (16 * 20 + both_ways) * MIB
     with_node = 16 * 16 + both_ways + 1 * 2 * 12  # two channels to the other rank of the node
-    assert bytes_of_communicator(Placement(8, 2), 7, H100) == with_node * MIB
+    assert communicator_nbytes(Placement(8, 2), 7, H100) == with_node * MIB
 
 
 def job(name, world, *settings):
     words = ["--train.dtype", "bf16", "--train.global_batch", "64", *settings]
-    return job_of_rank(resolve(name, None, words), world, rank=0)
+    return make_rank_job(resolve(name, None, words), world, rank=0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a step is forecast to take: its FLOPs are the model's, its bytes cross the links that a ring crosses,
+"""The forecast time of a step: its FLOPs are the model's, its bytes cross the links that a ring crosses,
 and it scales as it must.
 """
 
@@ -30,39 +30,22 @@ from plan.efficiency import (
     RELAYED,
     SHARED,
     Class,
-    class_of,
-    efficiency_of,
+    get_class,
+    get_efficiency,
 )
 from plan.job import Job
 from plan.parts import records_of_part
-from plan.search import job_of
+from plan.search import make_job
 
 FREE = cost.Efficiency(1, 1, 1, 1, 1, 1, 0, 0, 0)
-IDEAL = cost.Cluster(
+IDEAL = cost.Cluster(  # nothing but products takes time
     "ideal", {"bf16": 1e15, "fp8": 2e15}, 80e9, 1e30, 8, 1e30, 1e30
-)  # nothing but products takes time
+)
 
 
-def config_of(name, **keys):
-    return with_values(
-        resolve(
-            name, None, ["--train.micro_batch", "2", "--train.seq_len", "256", "--train.global_batch", "64"]
-        ),
-        {k.replace("__", "."): v for k, v in keys.items()},
-    )
-
-
-def test_a_group_is_the_one_of_all_groups():
-    for degrees in (
-        dict(tp=2, cp=3, pp=2),
-        dict(tp=4, ep=2, etp=2),
-        dict(tp=2, dp_replicate=2, ep=3),
-        dict(tp=1, cp=6, pp=4),
-    ):
-        layout = ParallelDims(24, **degrees)
-        for axes in GROUP_AXES.values():
-            for group in layout.groups(*axes):
-                assert all(layout.group(rank, *axes) == group for rank in group), (degrees, axes)
+def build_config(name, **keys):
+    words = ["--train.micro_batch", "2", "--train.seq_len", "256", "--train.global_batch", "64"]
+    return with_values(resolve(name, None, words), {k.replace("__", "."): v for k, v in keys.items()})
 
 
 @pytest.mark.parametrize(
@@ -74,10 +57,9 @@ def test_a_group_is_the_one_of_all_groups():
 )
 def test_the_products_of_all_ranks_are_the_models(name, keys):
     """The record's, of the ranks that share a microbatch, are those of flops_per_token."""
-    cfg = config_of(name, **keys)
-    cfg = replace(
-        cfg, model=replace(cfg.model, vocab=cfg.model.vocab // 2 * 2, vocab_multiple=1)
-    )  # no padding, on two ranks
+    cfg = build_config(name, **keys)
+    even = cfg.model.vocab // 2 * 2  # no padding on two ranks
+    cfg = replace(cfg, model=replace(cfg.model, vocab=even, vocab_multiple=1))
     model, train = cfg.model, cfg.train
     ranks = cfg.parallel.tp * cfg.parallel.cp
     parts = describe_stage(cfg, 0, model.layers).parts
@@ -96,45 +78,33 @@ def test_the_products_of_all_ranks_are_the_models(name, keys):
 
 
 def test_a_pipeline_without_exchanges_takes_its_products_and_its_bubble():
-    one, n = job_of(config_of("llama3-8b"), 1)
+    one, n = make_job(build_config("llama3-8b"), 1)
     alone = cost.forecast(one, n, IDEAL, FREE)
     flops = flops_per_token(one.cfg.model, 256) * 64 * 256
     attention = one.cfg.model.layers * attention_flops(one.cfg.model, mean_keys(256, None)) * 64 * 256
     flops += attention / 2  # its backward makes the scores again
-    assert (
-        alone.step == pytest.approx(flops / 1e15, rel=1e-6)
-        and alone.bubble == 0
-        and not any(alone.exposed.values())
-    )
-    four, n = job_of(
-        config_of("llama3-8b", parallel__pp=4, parallel__schedule="1f1b"), 4
-    )
+    assert alone.step == pytest.approx(flops / 1e15, rel=1e-6)
+    assert alone.bubble == 0 and not any(alone.exposed.values())
+    four, n = make_job(build_config("llama3-8b", parallel__pp=4, parallel__schedule="1f1b"), 4)
     piped = cost.forecast(four, n, IDEAL, FREE)
-    assert (
-        alone.step / 4 * (1 + 3 / 32) <= piped.step < 1.05 * alone.step / 4 * (1 + 3 / 32)
-    )  # (p - 1) / m, and stages that differ a little
+    equal_stages = alone.step / 4 * (1 + 3 / 32)  # a bubble of (p - 1) / m
+    assert equal_stages <= piped.step < 1.05 * equal_stages
     assert piped.step == pytest.approx(piped.compute + piped.bubble, rel=1e-6)
 
 
 def test_a_cluster_that_does_all_twice_as_fast_takes_half_the_time():
     c = cost.cluster("h100-ib")
-    twice = replace(
-        c,
-        flops={k: 2 * v for k, v in c.flops.items()},
-        hbm=2 * c.hbm,
-        inside=2 * c.inside,
-        between=2 * c.between,
-    )
+    flops = {dtype: 2 * rate for dtype, rate in c.flops.items()}
+    twice = replace(c, flops=flops, hbm=2 * c.hbm, inside=2 * c.inside, between=2 * c.between)
     e = replace(cost.Efficiency(), hop=0, op=0, route=0)
     for name, keys in (
         ("llama3-70b", dict(parallel__tp=8, parallel__sp=True, parallel__pp=4)),
         ("mixtral-8x7b", dict(parallel__ep=8)),
         ("llama3-8b", dict(parallel__cp=4, parallel__zero=3)),
     ):
-        job, n = job_of(config_of(name, train__global_batch=128, **keys), 64)
-        assert cost.forecast(job, n, twice, e).step == pytest.approx(
-            cost.forecast(job, n, c, e).step / 2, rel=1e-9
-        )
+        job, n = make_job(build_config(name, train__global_batch=128, **keys), 64)
+        half = cost.forecast(job, n, c, e).step / 2
+        assert cost.forecast(job, n, twice, e).step == pytest.approx(half, rel=1e-9)
 
 
 def test_what_a_ring_and_an_all_to_all_send_over_each_link():
@@ -153,8 +123,9 @@ def test_what_a_ring_and_an_all_to_all_send_over_each_link():
 
 def test_the_bytes_are_those_that_the_ledger_counts():
     """A step of every microbatch there is (none left out): crossing adds up to plan/bytes.py's ring_bytes."""
-    cfg = config_of("llama3-8b", parallel__tp=2, parallel__sp=True, parallel__zero=3, train__micro_batch=16)
-    job, n = job_of(cfg, 4)
+    cfg = build_config("llama3-8b", parallel__tp=2, parallel__sp=True, parallel__zero=3,
+                       train__micro_batch=16)
+    job, n = make_job(cfg, 4)
     assert n == job.schedule.microbatches == 2
     near, far = cost.forecast(job, n, cost.cluster("h100-ib"), cost.Efficiency()).sent
     whole = sum(
@@ -168,21 +139,15 @@ def test_the_bytes_are_those_that_the_ledger_counts():
 def test_every_exchange_that_cannot_hide_costs_time():
     slow, fast = (replace(cost.cluster("h100-ib"), between=b, inside=b) for b in (1e9, 1e13))
     e = cost.Efficiency()
-    for keys in (
-        dict(parallel__tp=4),
-        dict(parallel__cp=4),
-        dict(parallel__zero=1),
-        dict(parallel__pp=4),
-        dict(parallel__zero=3),
-    ):
-        job, n = job_of(config_of("llama3-8b", **keys), 16)
-        assert cost.forecast(job, n, slow, e).step > 1.2 * cost.forecast(job, n, fast, e).step, keys
+    for key, value in (("tp", 4), ("cp", 4), ("zero", 1), ("pp", 4), ("zero", 3)):
+        job, n = make_job(build_config("llama3-8b", **{f"parallel__{key}": value}), 16)
+        assert cost.forecast(job, n, slow, e).step > 1.2 * cost.forecast(job, n, fast, e).step, (key, value)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])
 @pytest.mark.parametrize("links", [1e10, 1e12])
 def test_chunks_hide_behind_the_experts_products(num_chunks, links):
-    """Of a layer in which nothing takes time but the experts' products and the exchanges of rows, on links
+    """A layer in which nothing takes time but the experts' products and the exchanges of rows, on links
     that are slow or fast beside them: by hand, from FLOPs and bytes.
 
     Forward: the first dispatch and the last combine have nothing to hide behind, the others what the experts
@@ -190,9 +155,9 @@ def test_chunks_hide_behind_the_experts_products(num_chunks, links):
     weight gradients, after what the link still has to send by then.
     """
     keys = {"parallel__ep": 8, "parallel__ep_chunks": num_chunks}
-    cfg = config_of("qwen3-30b-a3b", **keys)
+    cfg = build_config("qwen3-30b-a3b", **keys)
     c = replace(IDEAL, node=8, inside=links, between=links)
-    job, _ = job_of(cfg, 8)
+    job, _ = make_job(cfg, 8)
     model = cfg.model
     rows = 2 * 256 * model.mlp.top_k
     computes = rows * 3 * 2 * model.hidden * model.mlp.width / 1e15
@@ -212,18 +177,18 @@ def test_chunks_hide_behind_the_experts_products(num_chunks, links):
 
 def test_offloading_the_optimizer_takes_the_time_of_its_copies():
     """Master and two moments of AdamW, 12 bytes a parameter, come and go at the same time."""
-    cfg = config_of("llama3-8b", parallel__offload="optimizer", parallel__zero=1)
-    job, microbatches = job_of(cfg, 8)
+    cfg = build_config("llama3-8b", parallel__offload="optimizer", parallel__zero=1)
+    job, microbatches = make_job(cfg, 8)
     found = cost.forecast(job, microbatches, IDEAL, replace(FREE, host=25e9))
     assert found.optimizer == pytest.approx(12 * parameters(cfg.model)["total"] / 8 / 25e9, rel=1e-3)
-    kept = job_of(with_values(cfg, {"parallel.offload": "none"}), 8)[0]
+    kept = make_job(with_values(cfg, {"parallel.offload": "none"}), 8)[0]
     assert cost.forecast(kept, microbatches, IDEAL, FREE).optimizer < 1e-12
 
 
 def test_offloaded_activations_wait_for_what_no_computation_hides():
-    cfg = config_of("llama3-8b", parallel__zero=1)
-    kept, microbatches = job_of(cfg, 8)
-    moved, _ = job_of(with_values(cfg, {"parallel.offload": "activations"}), 8)
+    cfg = build_config("llama3-8b", parallel__zero=1)
+    kept, microbatches = make_job(cfg, 8)
+    moved, _ = make_job(with_values(cfg, {"parallel.offload": "activations"}), 8)
     times = cost.stage_times(kept, 0, microbatches, IDEAL, FREE)
     record = records_of_part(moved.parts[0][1], 2)[0]
     assert moved.parts[0][1].layer == 0
@@ -298,14 +263,14 @@ def test_classes_are_those_of_the_table():
     assert set(KINDS) <= {row["framework"] for row in rows}
     assert set(GENERATIONS) <= set(read_yaml(CONFIG_FOLDER / "clusters.yaml")["gpus"])
     timed = [row for row in rows if row["use"] in published.TIMED]
-    found = {class_of(cost.cluster(row["cluster"]).gpu, row["framework"]) for row in timed}
+    found = {get_class(cost.cluster(row["cluster"]).gpu, row["framework"]) for row in timed}
     assert found == set(CLASSES) and RELAYED <= found
 
 
 def test_our_own_code_has_the_constants_of_its_chip():
-    hopper = efficiency_of(cost.cluster("h200-ib"))
+    hopper = get_efficiency(cost.cluster("h200-ib"))
     assert hopper == replace(CLASSES[Class("hopper", "megatron")].efficiency, relayed=False) != SHARED
-    assert efficiency_of(cost.cluster("l4-pcie")) == SHARED
+    assert get_efficiency(cost.cluster("l4-pcie")) == SHARED
 
 
 def test_a_relayed_token_crosses_to_each_node_once():
@@ -319,18 +284,16 @@ def test_what_does_not_hide_and_what_a_microbatch_costs():
     assert cost.exposed_seconds(3.0, 5.0, 1.0) == 0.0
     assert cost.exposed_seconds(3.0, 5.0, 0.25) == 2.25
     assert cost.exposed_seconds(8.0, 5.0, 0.9) == 3.0
-    job, n = job_of(config_of("llama3-8b", parallel__pp=2), 2)
+    job, n = make_job(build_config("llama3-8b", parallel__pp=2), 2)
     c = cost.cluster("h100-ib")
     steps = [cost.forecast(job, n, c, replace(cost.Efficiency(), micro=micro)).step for micro in (0.0, 1e-3)]
     assert steps[1] - steps[0] == pytest.approx(2e-3 * (n + 1), rel=0.01)  # the bubble is one of each
 
 
 def test_a_job_keeps_enough_microbatches_to_be_steady():
-    """What is left out of the simulation is what the busiest rank computes for each: exact for equal
-    stages.
-    """
-    cfg = config_of("llama3-8b", parallel__pp=4, parallel__stages="8,8,8,8", train__global_batch=256)
-    job, n = job_of(cfg, 4)
+    """Each microbatch that is not simulated adds what the busiest rank computes: exact for equal stages."""
+    cfg = build_config("llama3-8b", parallel__pp=4, parallel__stages="8,8,8,8", train__global_batch=256)
+    job, n = make_job(cfg, 4)
     assert n == 128 and job.schedule.microbatches == cost.STEADY * 4
     whole = replace(job, schedule=plan_pipeline(cfg, 4), cfg=cfg)
     few, all_of_them = (cost.forecast(j, n, IDEAL, FREE).step for j in (job, whole))

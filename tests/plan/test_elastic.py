@@ -7,7 +7,7 @@ import pytest
 
 import config
 from config import ConfigError
-from config.reading import dump, phases_of, resolve
+from config.reading import dump, get_phases, resolve
 from config.reading.run_name import ELASTIC_KEYS, with_own_folder
 from config.reading.schedules import plan_pipeline
 from plan import elastic
@@ -34,7 +34,7 @@ def tiny(*words, name="llama3-tiny"):
         (2, "--parallel.tp 1 --parallel.pp 2 --train.micro_batch 8", {}),
     ],
 )
-def test_the_given_axes_stay(world, words, changed):
+def test_the_given_axes_stay_on_other_numbers_of_ranks(world, words, changed):
     cfg = tiny(words)
     layout = layout_for(cfg, world, RankDevice())
     assert (layout.changed, layout.by_planner) == (changed, False)
@@ -65,7 +65,7 @@ def test_what_a_gpu_cannot_hold_is_not_proposed():
     """8B parameters, Adam and its gradients: 128 GB and more. Of a card with 79 GiB, two with ZeRO do."""
     cfg = resolve("llama3-8b", None, "--parallel.tp 8 --train.steps 9 --train.seq_len 2048".split())
     card = RankDevice("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
-    assert elastic.target_of(cfg, 4, card).cluster.name == "h100-ib"
+    assert elastic.get_target(cfg, 4, card).cluster.name == "h100-ib"
     assert layout_for(cfg, 4, card).by_planner
     with pytest.raises(config.ConfigError, match="start 8, 16 ranks"):
         layout_for(cfg, 1, card)
@@ -84,9 +84,9 @@ def test_where_fewer_gpus_hold_more_each_the_given_degrees_stay_and_the_rest_fit
     changed = []
     for world in (16, 8, 4, 2):
         layout = layout_for(cfg, world, H100)
-        assert elastic.held_by_fullest(layout.cfg, world, H100) <= H100.memory
+        assert elastic.memory_of_fullest_rank(layout.cfg, world, H100) <= H100.memory
         plan_pipeline(layout.cfg, world)
-        given = elastic.held_by_fullest(cfg, world, H100)
+        given = elastic.memory_of_fullest_rank(cfg, world, H100)
         assert layout.too_large == (given if given > H100.memory else 0)
         if layout.too_large and not layout.by_planner:
             assert layout.cfg.parallel.tp == 2 and layout.cfg.parallel.pp == 1
@@ -105,7 +105,7 @@ def test_what_no_layout_can_hold_is_refused_with_sizes_that_do():
     assert line.startswith("parallel.elastic: no layout on 4 ranks fits into the 79.1 GiB of a GPU (the ")
     assert "\n" not in line and line.endswith("ranks")
     for size in elastic.legal_sizes(cfg, 4, H100):
-        assert elastic.held_by_fullest(cfg, size, H100) <= H100.memory
+        assert elastic.memory_of_fullest_rank(cfg, size, H100) <= H100.memory
     assert layout_for(cfg, 4, RankDevice()).changed == {}  # a host has any memory
 
 
@@ -160,13 +160,13 @@ def test_a_phase_that_sets_what_should_follow_is_named(tmp_path):
     ],
 )
 def test_a_phase_that_is_past_has_no_word(world, row, changed):
-    """The layout is that of the phase in which the run goes on: the first has none on three ranks."""
+    """The layout is that of the phase in which the run resumes: the first has none on three ranks."""
     cfg = tiny(f"--train.steps 20 --train.phases {json.dumps([{'after_steps': 9, **row}]).replace(' ', '')}")
     assert elastic.same_axes(cfg, world) is None
     layout = layout_for(cfg, world, RankDevice(), 9)
     assert layout.by_planner is (changed is None) and (changed is None or layout.changed == changed)
-    first, second = phases_of(layout.cfg).all
-    assert first.cfg == phases_of(cfg).all[0].cfg
-    assert second.cfg == layout.phase == elastic.with_values(phases_of(cfg).all[1].cfg, layout.changed)
+    first, second = get_phases(layout.cfg).all
+    assert first.cfg == get_phases(cfg).all[0].cfg
+    assert second.cfg == layout.phase == elastic.with_values(get_phases(cfg).all[1].cfg, layout.changed)
     plan_pipeline(layout.cfg, world, after=9)
     assert elastic.most_ranks(cfg, world, world, 9) == world

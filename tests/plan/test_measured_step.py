@@ -7,12 +7,12 @@ import pytest
 from config import ConfigError
 from config.reading import dump, resolve
 from plan.cost import cluster, forecast
-from plan.efficiency import efficiency_of
+from plan.efficiency import get_efficiency
 from plan.measured import read_measured, scaled, times_the_forecast
-from plan.search import job_of
+from plan.search import make_job
 
 HARDWARE = cluster("h100-ib")
-EFFICIENCY = efficiency_of(HARDWARE)
+EFFICIENCY = get_efficiency(HARDWARE)
 SETTINGS = ["--train.global_batch", "128", "--parallel.tp", "4", "--parallel.pp", "4"]
 
 
@@ -26,7 +26,7 @@ def run_folder(home, tokens_per_s, *more, **changed):
 
 
 def seconds(name, world, words, efficiency):
-    job, microbatches = job_of(resolve(name, None, words), world)
+    job, microbatches = make_job(resolve(name, None, words), world)
     return forecast(job, microbatches, HARDWARE, efficiency).step
 
 
@@ -71,7 +71,7 @@ def test_a_dtype_of_which_the_cluster_knows_nothing_is_refused(tmp_path):
     hardware = cluster("a100-ib")
     folder = run_folder(tmp_path / "run", 1e5, "--train.dtype", "fp8")
     with pytest.raises(ConfigError, match="trained in fp8, for which a100-ib has no figure"):
-        times_the_forecast(read_measured(folder), hardware, efficiency_of(hardware))
+        times_the_forecast(read_measured(folder), hardware, get_efficiency(hardware))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -1,14 +1,12 @@
-"""What holds the memory of a recorded step: parts of the model by name, weights, gradients, optimizer."""
+"""The memory of a recorded step by its holders: parts of the model by name, weights, gradients, optimizer."""
 
 import pytest
+from tiny_records import get_part_record
 
 from config.reading import resolve
-from model.sharding import parallel_dims
 from plan.record.launches import CHIPS
-from plan.record.memory import Change, Holder, curve_of
-from plan.record.role import record_role
+from plan.record.memory import Change, Holder, memory_curve
 from plan.record.summary import MemoryTrace, memory_by_kind
-from scripts.dry_run import program_of
 
 WEIGHTS = Holder("build", "parallel/sharding/weights.py:__init__")
 KEPT = Holder("forward", "kernels/linear.py:product", "MLP")
@@ -34,10 +32,10 @@ def test_each_stretch_of_the_step_shows_its_highest_point():
 )
 def test_all_that_is_held_belongs_to_a_part_or_to_the_state(name, words, parts):
     cfg = resolve(name, None, ["--train.global_batch", "16", "--model.vocab", "512", *words])
-    record = record_role(cfg, parallel_dims(cfg, 1), 0, CHIPS["h100"], program_of(cfg))
+    record = get_part_record(cfg, 1, 0, CHIPS["h100"])
     held = memory_by_kind(MemoryTrace(record.begun_with, record.changes), most=10**9)
     assert parts | {"weights", "gradients", "optimizer"} <= set(held.nbytes)
-    points = curve_of(record.begun_with, record.changes)
+    points = memory_curve(record.begun_with, record.changes)
     assert [sum(column) for column in zip(*held.nbytes.values())] == [point.nbytes for point in points]
     assert max(point.nbytes for point in points) == record.peak
     assert sum(record.at_peak.values()) == record.peak

@@ -6,20 +6,30 @@ import pytest
 from config.reading import resolve
 from config.tree import with_values
 from plan.cost import Forecast, cluster
-from plan.efficiency import efficiency_of
+from plan.efficiency import get_efficiency
 from plan.near_ties import NEAR, difference, near_groups
-from plan.search import LAYOUT_KEYS, Best, Candidate, Found, Held, Target, compute_axes, layout_axes, search
+from plan.search import (
+    LAYOUT_KEYS,
+    Best,
+    Candidate,
+    MemoryUse,
+    PricedLayout,
+    Target,
+    compute_axes,
+    layout_axes,
+    search,
+)
 
 CFG = resolve("llama3-8b", None, [])
 GIB = 2**30
 
 
-def found(step: float, *, nbytes: int = 0, exposed: dict[str, float] | None = None, **keys) -> Found:
+def found(step: float, *, nbytes: int = 0, exposed: dict[str, float] | None = None, **keys) -> PricedLayout:
     """A layout with keys of parallel. Its step is compute, but for what is exposed."""
     cfg = with_values(CFG, {f"parallel.{key}": value for key, value in keys.items()})
     waits = exposed or {}
     forecast = Forecast(step, compute=step - sum(waits.values()), exposed=waits)
-    return Found(cfg, 8, forecast, Held(nbytes, 0, 0, 0))
+    return PricedLayout(cfg, 8, forecast, MemoryUse(nbytes, 0, 0, 0))
 
 
 def test_a_group_begins_with_a_fastest_and_reaches_as_far_as_the_error():
@@ -60,7 +70,7 @@ def test_equal_times_are_said_to_be_equal():
     assert str(told) == "parallel.zero 2 (first: 1) · as fast · 0.0 GiB less"
 
 
-def test_a_layout_is_looked_at_again_once_what_stood_before_it_is_no_near_tie():
+def test_a_layout_that_was_passed_over_for_a_near_tie_is_taken_once_it_is_not_near():
     best = Best(1, near=0.02)
     best.add(found(1.0, tp=2, cp=2, pp=2))
     best.add(found(1.015))  # as fast, and the simplest
@@ -68,8 +78,8 @@ def test_a_layout_is_looked_at_again_once_what_stood_before_it_is_no_near_tie():
     assert not best.could_take(candidate)
 
     best.add(found(0.99, tp=2, cp=2, pp=2))
-    assert best.take_passed_over() == [candidate] and best.could_take(candidate)
-    assert best.take_passed_over() == []
+    assert best.pop_passed_over() == [candidate] and best.could_take(candidate)
+    assert best.pop_passed_over() == []
 
 
 SMALL = resolve("qwen3-0.6b", None, ["--train.global_batch", "64", "--train.seq_len", "4096"])
@@ -83,9 +93,9 @@ def test_the_keys_of_a_layout_are_those_that_are_searched():
 
 @pytest.mark.parametrize("memory", [14e9, 80e9])  # the fastest layout is not the simplest; it is
 def test_the_first_does_not_depend_on_how_many_are_asked_for(memory):
-    """Of the near ties only those that could come first are looked at."""
+    """Only near ties that could come first are looked at."""
     fixed = {"parallel.cp": 1, "train.micro_batch": 2}
-    cfg, target = with_values(SMALL, fixed), Target(4, replace(NODE, memory=memory), efficiency_of(NODE))
+    cfg, target = with_values(SMALL, fixed), Target(4, replace(NODE, memory=memory), get_efficiency(NODE))
     few, all_of_them = (search(cfg, target, fixed, top, near=NEAR) for top in (1, 10_000))
     assert few.counts["priced"] < all_of_them.counts["priced"]
     assert near_groups(few.found)[0][0].cfg == near_groups(all_of_them.found)[0][0].cfg

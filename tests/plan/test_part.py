@@ -1,4 +1,4 @@
-"""What is recorded of a part of the model: its growth with sequences and experts, and a module that nobody
+"""The record of a part of the model: its growth with sequences and experts, and a module that nobody
 has described. Exchanges are held against real steps (tests/parallel/wire/test_ledger.py), bytes against the
 record of a step (test_memory.py), FLOPs against those of the model (test_cost.py).
 """
@@ -21,7 +21,7 @@ from model.split import split_by_cost
 from parallel.tensor.layers import ColumnLinear, RowLinear
 from plan.count import flops_per_token
 from plan.record.launches import CHIPS
-from plan.record.part import PartForm, PartRecord, on_the_line, record_of, record_part
+from plan.record.part import PartForm, PartRecord, get_part_record, on_the_line, record_part
 
 ROOT = Path(__file__).parents[2]
 DENSE = "--model.vocab 4096 --model.hidden 512 --model.mlp.width 1024".split()
@@ -60,7 +60,7 @@ IDS = [title(*case) for case in CASES]
 CORE = ["llama3-tiny tp 2 sp true async_tp true", "deepseek-v3-tiny tp 2 ep 4 dtype bf16"]
 
 
-def config_of(name, layout):
+def build_config(name, layout):
     cfg = resolve(name, None, [*SIZE, *(DENSE if name == "llama3-tiny" else [])])
     return with_values(cfg, layout)
 
@@ -68,32 +68,32 @@ def config_of(name, layout):
 @pytest.mark.slow(every=3, core=CORE)
 @pytest.mark.parametrize("name, layout", CASES, ids=IDS)
 def test_the_record_of_a_block_grows_by_the_same_with_each_sequence(name, layout):
-    cfg = with_values(config_of(name, layout), {"train.micro_batch": 5})
+    cfg = with_values(build_config(name, layout), {"train.micro_batch": 5})
     form = PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"], is_split=True)
-    assert_like(record_of(form), record_part(form))
-    assert record_of(form).kept_for_weights == record_part(form).kept_for_weights
+    assert_like(get_part_record(form), record_part(form))
+    assert get_part_record(form).kept_for_weights == record_part(form).kept_for_weights
 
 
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("layout", [{}, SP, {"parallel.ep_chunks": 2, "parallel.recompute": "full"}], ids=str)
 def test_the_record_of_a_mixture_is_on_a_line_by_the_experts_of_a_rank(layout):
-    cfg = config_of("deepseek-v3-tiny", layout | {"train.dtype": "bf16", "model.mlp.experts": 64})
+    cfg = build_config("deepseek-v3-tiny", layout | {"train.dtype": "bf16", "model.mlp.experts": 64})
     for ranks in (2, 16, 32):
         keys = {"parallel.ep": ranks}
         form = PartForm(with_values(cfg, keys), cfg.model.layers - 1, CHIPS["h100"], is_split=True)
-        assert_like(record_of(form), record_part(form))
+        assert_like(get_part_record(form), record_part(form))
 
 
 def test_a_part_without_experts_has_one_record_for_all_numbers_of_expert_ranks():
-    cfg = config_of("deepseek-v3-tiny", {"model.mtp": None})
+    cfg = build_config("deepseek-v3-tiny", {"model.mtp": None})
     for layer in ("embedding", 0, "head"):
         forms = [PartForm(with_values(cfg, {"parallel.ep": ranks}), layer, CHIPS["h100"]) for ranks in (2, 4)]
-        assert record_of(forms[0]) is record_of(forms[1])
+        assert get_part_record(forms[0]) is get_part_record(forms[1])
 
 
 def assert_like(line: PartRecord, real: PartRecord):
     """Exactly, but for tensors of less than a sequence: those of a peak, and the partial sums of a norm's
-    backward, of which there are as many as processors."""
+    backward, as many as processors."""
     assert line.kept == real.kept and line.context == real.context
     assert line.kept_for_weights == pytest.approx(real.kept_for_weights, rel=0.005)
     for name in ("forward", "backward", "inputs"):
@@ -125,24 +125,25 @@ print(record_part(form_of_all_kernels()))
 
 def form_of_all_kernels() -> PartForm:
     """Products in 8 bits, grouped ones and latent attention, all with descriptors."""
-    cfg = config_of("deepseek-v3-tiny", {"train.dtype": "fp8"})
+    cfg = build_config("deepseek-v3-tiny", {"train.dtype": "fp8"})
     return PartForm(cfg, cfg.model.layers - 1, CHIPS["h100"])
 
 
 def test_records_of_unlike_forms_make_no_line():
-    forms = [PartForm(config_of("llama3-tiny", layout), 0, CHIPS["h100"]) for layout in ({}, SP)]
+    forms = [PartForm(build_config("llama3-tiny", layout), 0, CHIPS["h100"]) for layout in ({}, SP)]
     one, two = map(record_part, forms)
     with pytest.raises(ValueError, match="unlike|zip"):
         on_the_line(one, two, 3)
 
 
 def test_a_layout_of_its_own_has_a_record_of_its_own():
-    cfg = config_of("llama3-tiny", {})
+    cfg = build_config("llama3-tiny", {})
     form = PartForm(cfg, 0, CHIPS["h100"])
-    assert record_of(form) is record_of(form)
-    assert record_of(form).kept > record_of(PartForm(config_of("llama3-tiny", SP), 0, CHIPS["h100"])).kept
+    assert get_part_record(form) is get_part_record(form)
+    assert get_part_record(form).kept > get_part_record(PartForm(build_config("llama3-tiny", SP), 0,
+                                                                 CHIPS["h100"])).kept
     other = replace(cfg, train=replace(cfg.train, seq_len=512))
-    assert record_of(PartForm(other, 0, CHIPS["h100"])).kept < record_of(form).kept
+    assert get_part_record(PartForm(other, 0, CHIPS["h100"])).kept < get_part_record(form).kept
 
 
 # ---- a module that nobody described ------------------------------------------------------------------------
@@ -173,7 +174,7 @@ class LinearAttention(nn.Module):
 def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute):
     """By hand: its FLOPs, what it exchanges, and that it keeps all but what full recompute makes again."""
     monkeypatch.setitem(MIXERS, AttentionConfig, LinearAttention)
-    cfg = config_of("llama3-tiny", SP | {"parallel.recompute": recompute, "train.dtype": "bf16"})
+    cfg = build_config("llama3-tiny", SP | {"parallel.recompute": recompute, "train.dtype": "bf16"})
     record = record_part(PartForm(cfg, 1, chip))
     model, tokens = cfg.model, cfg.train.micro_batch * cfg.train.seq_len
     d = model.hidden // model.mixer.heads
@@ -202,7 +203,7 @@ def test_a_module_that_nobody_described_is_recorded(monkeypatch, chip, recompute
 
 def test_the_products_of_a_mixer_that_nobody_described_are_counted(monkeypatch):
     """By hand: linear attention has no products with keys, and two with a state of d x d a head."""
-    model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0131)  # none of it is cached
+    model = replace(build_config("llama3-tiny", {}).model, vocab=512, init_std=0.0131)  # none of it is cached
     monkeypatch.setitem(MIXERS, AttentionConfig, LinearAttention)
     d = model.hidden // model.mixer.heads
     block = 4 * model.hidden**2 + 3 * model.hidden * model.mlp.width
@@ -214,9 +215,9 @@ def test_the_products_of_a_mixer_that_nobody_described_are_counted(monkeypatch):
 
 def test_layers_with_other_mixers_are_counted_and_divided_as_they_are(monkeypatch):
     """Softmax attention in the last layer alone: a long sequence makes it heavier than the three others."""
-    model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0132)
+    model = replace(build_config("llama3-tiny", {}).model, vocab=512, init_std=0.0132)
     mixers = [LinearAttention] * (model.layers - 1) + [Attention]
-    monkeypatch.setattr(TransformerBlock, "mixer", staticmethod(lambda cfg, layer: mixers[layer]))
+    monkeypatch.setattr(TransformerBlock, "mixer_class", staticmethod(lambda cfg, layer: mixers[layer]))
     first, *_, last = flops_of_parts(model, (16384,), 16384)[1:-1]
     scores = 2 * 2 * model.hidden * 8192.5
     assert last - first > 0.9 * scores
@@ -228,7 +229,7 @@ def test_a_mixer_that_does_not_run_without_values_is_named(monkeypatch):
         def forward(self, x, context):
             return super().forward(x, context) * x.sum().item()
 
-    model = replace(config_of("llama3-tiny", {}).model, vocab=512, init_std=0.0133)
+    model = replace(build_config("llama3-tiny", {}).model, vocab=512, init_std=0.0133)
     monkeypatch.setitem(MIXERS, AttentionConfig, Reading)
     with pytest.warns(UserWarning, match="FLOPs of Reading beside its matrices are not counted"):
         assert flops_per_token(model, 64) > 0

@@ -14,7 +14,7 @@ def timeline(kind, p, m, overlap=None, **cost):
     return simulate(s.order, s.n_stages, cost or share(s, 1, 1, 1), overlap=overlap)
 
 
-def test_text_by_hand():
+def test_the_text_of_small_schedules_by_hand():
     assert text(timeline("1f1b", 2, 3), 80) == [
         "rank 0 |F0 F1 ......B0--- F2 B1--- ...B2--- |",
         "rank 1 |...F0 B0--- F1 B1--- F2 B2--- ......|",
@@ -33,7 +33,7 @@ def test_text_by_hand():
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("width", [10, 40, 79, 300])
-def test_lines_align_and_fit(kind, width):
+def test_lines_of_text_are_aligned_and_fit_the_width(kind, width):
     for p, m in ((1, 1), (2, 2), (4, 12), (11, 22)):
         lines = text(timeline(kind, p, m), width)
         assert len(lines) == p and len({(len(line), line.index("|")) for line in lines}) == 1
@@ -51,7 +51,7 @@ def test_text_shows_each_op_once():
             assert sorted(line.split("|")[1].replace("-", " ").replace(".", " ").split()) == want
 
 
-def test_text_of_measured_times():
+def test_measured_times_are_rounded_to_columns():
     spans = [Span(Op("F", 0, 0), 100.01, 100.11), Span(Op("B", 0, 0), 100.13, 100.34)]
     assert text(Timeline([spans]), 40) == ["rank 0 |F0 .B0--- |"]
     spans.append(Span(Op("F", 0, 1), 100.34, 100.34001))
@@ -60,7 +60,7 @@ def test_text_of_measured_times():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf"])
-def test_draw(tmp_path, name):
+def test_a_picture_is_written_in_the_format_of_its_name(tmp_path, name):
     pytest.importorskip("matplotlib")
     two = [("simulated", timeline("dualpipe-v", 2, 4, 0.8)), ("measured", timeline("1f1b", 2, 4))]
     out = draw(two, tmp_path / name, "ms")

@@ -1,4 +1,4 @@
-"""What the planner says of memory, against published runs and our own recipes."""
+"""The planned memory, against published runs and our own recipes."""
 
 import re
 import subprocess
@@ -11,8 +11,8 @@ from config.reading import resolve
 from plan.communicators import Gpu
 from plan.cost import cluster
 from plan.frameworks import FRAMEWORKS, MEGATRON, framework_activation_bytes
-from plan.published import config_of, memory_of_runs, read_rows
-from plan.search import held_bytes, job_of
+from plan.published import build_config, memory_of_runs, read_rows
+from plan.search import held_bytes, make_job
 
 RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").glob("*.sh"))
 
@@ -46,11 +46,8 @@ def test_forecasts_are_near_what_was_measured(runs):
     """Full recompute in Megatron-DeepSpeed: nvidia-smi counts what the allocator keeps and does not use,
     too.
     """
-    measured = {
-        row["row"]: float(row["memory_gb"])
-        for row in read_rows()
-        if row["group"] == "BLOOM-TUNE" and row["memory_gb"]
-    }
+    rows = [row for row in read_rows() if row["group"] == "BLOOM-TUNE" and row["memory_gb"]]
+    measured = {row["row"]: float(row["memory_gb"]) for row in rows}
     ratios = [run.held / 2**30 / measured[run.row] for run in runs if run.row in measured]
     assert len(ratios) == 30 and 0.74 < min(ratios) and max(ratios) < 1.0
 
@@ -60,11 +57,10 @@ def test_activations_are_those_of_the_paper():
     rows = [row for row in read_rows() if row["outcome"] == "computed"]
     assert len(rows) == 8
     for row in rows:
-        job, _ = job_of(config_of(row), int(row["gpus"]))
+        job, _ = make_job(build_config(row), int(row["gpus"]))
         layers = job.cfg.model.layers // job.schedule.n_stages
-        even = replace(
-            job, cuts=[(first, first + layers) for first in range(0, job.cfg.model.layers, layers)]
-        )
+        starts = range(0, job.cfg.model.layers, layers)
+        even = replace(job, cuts=[(first, first + layers) for first in starts])
         peak = framework_activation_bytes(even, MEGATRON)
         if row["parallel.recompute"] == "selective":  # its working set is not in the figure
             core = 5 * job.cfg.model.mixer.heads * job.cfg.train.seq_len**2 * job.cfg.train.micro_batch // 8
@@ -91,5 +87,5 @@ def test_recipes_fit_their_gpus(recipe):
         ["bash", str(recipe), "--words"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     cfg = resolve(words[0], None, words[1:])
-    job, _ = job_of(cfg, world)
+    job, _ = make_job(cfg, world)
     assert held_bytes(job, Gpu("h100")).total <= cluster("h100-ib").memory

@@ -7,7 +7,7 @@ from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan.cost import Efficiency, Links, cluster, exchange_seconds
 from plan.record.events import PostedExchange
 from plan.record.links import ClusterLinks, seconds_of_exchange
-from plan.record.rates import ASSUMED, ASSUMED_OF, RATES, Sheet, rates_of, ratios
+from plan.record.rates import ASSUMED, ASSUMED_OF, RATES, Sheet, get_rates, ratios
 
 
 def exchange(verb: str, ranks, nbytes: int, peer=None) -> PostedExchange:
@@ -36,9 +36,9 @@ def test_a_transfer_takes_the_links_of_its_two_ranks():
 
 
 def test_rates_of_another_gpu_are_those_of_the_assumed_one_by_the_data_sheets():
-    assert rates_of(ASSUMED_OF) == ASSUMED and ratios(ASSUMED_OF) == ""
+    assert get_rates(ASSUMED_OF) == ASSUMED and ratios(ASSUMED_OF) == ""
     a100 = Sheet("a100", bf16=312e12, fp8=0.0, fp32=19.5e12, hbm=2039e9)
-    rates = rates_of(a100)
+    rates = get_rates(a100)
     assert rates.products["own"].middle == pytest.approx(RATES["own"].middle * 312 / 989)
     assert rates.products["fp32"].low == pytest.approx(RATES["fp32"].low * 19.5 / 67)
     assert rates.products["own fp8"].high == 0.0  # it has none

@@ -1,9 +1,10 @@
-"""What is recorded of a rank without a job, beside the same rank of a job: FLOPs, exchanges and bytes."""
+"""The record of a rank without a job, beside the same rank of a job: FLOPs, exchanges and bytes."""
 
 import math
 
 import pytest
 import torch
+from tiny_records import MIXTURE, SIZE, get_part_record
 
 from config import Config
 from config.reading import resolve
@@ -11,20 +12,15 @@ from model.sharding import parallel_dims
 from parallel.expert import dispatch
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from plan.job import job_of_rank
+from plan.job import make_rank_job
 from plan.record.launches import CHIPS, Launch, Recorder
 from plan.record.role import RoleRecord, assumed_batch, record_role, record_steps
 from plan.record.work import Facts, judge
-from scripts.dry_run import program_of, what_others_say
+from scripts.dry_run import make_program
 
-SIZE = (
-    "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
-    "--model.mlp.width 48 "
-    "--train.seq_len 32 --train.micro_batch 2 --train.global_batch 8 --model.vocab_multiple 32"
-).split()
-EXCHANGE = dispatch.exchange_departures
+BATCH = ["--train.micro_batch", "2", "--train.global_batch", "8"]
+EXCHANGE = dispatch.exchange_row_counts
 TRIES = 3  # of a real job
-MIXTURE = [*SIZE, "--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.width", "32"]
 
 
 def random_batch(cfg: Config, dims, rank: int, step: int):
@@ -39,7 +35,7 @@ def random_batch(cfg: Config, dims, rank: int, step: int):
 
 def real_role(world: World, cfg: Config) -> tuple[dict, list]:
     """On a rank of a job: what its step does, and what its routers have decided in it."""
-    job_of_rank(cfg, world.size, world.rank)  # what it describes once is not of the step
+    make_rank_job(cfg, world.size, world.rank)  # what it describes once is not of the step
     dims = parallel_dims(cfg, world.size)
     mesh = Mesh.bind(dims, world)
     recorder = Recorder(executes=True)
@@ -59,21 +55,19 @@ def real_role(world: World, cfg: Config) -> tuple[dict, list]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("with_values", "exchange_departures"):
+        for name in ("with_values", "exchange_row_counts"):
             patch.setattr(dispatch, name, noting(getattr(dispatch, name)))
-        record = record_steps(program_of(cfg), recorder, mesh, torch.device("cpu"), batches)
-    return facts_of(record), decided
+        record = record_steps(make_program(cfg), recorder, mesh, torch.device("cpu"), batches)
+    return launch_facts(record), decided
 
 
 def recorded(cfg: Config, world: int, rank: int) -> RoleRecord:
     """The same without a job."""
-    job_of_rank(cfg, world, rank)
-    dims = parallel_dims(cfg, world)
-    answers = what_others_say(cfg, dims, [rank], None)
-    return record_role(cfg, dims, rank, None, program_of(cfg), answers=answers)
+    make_rank_job(cfg, world, rank)
+    return get_part_record(cfg, world, rank)
 
 
-def facts_of(record: RoleRecord) -> dict:
+def launch_facts(record: RoleRecord) -> dict:
     return {
         "flops": flops_of(record.launches),
         "ledger": dict(record.ledger),
@@ -82,8 +76,8 @@ def facts_of(record: RoleRecord) -> dict:
     }
 
 
-def check_against_job(ranks, world: int, cfg: Config, record_of) -> None:
-    """Each rank of a real job does what its record says: record_of(rank, what its routers decided).
+def check_against_job(ranks, world: int, cfg: Config, expected) -> None:
+    """Each rank of a real job does what its record says: expected(rank, what its routers decided).
 
     A thread of gloo may hold a tensor for a moment after its exchange was awaited. So a real peak can be too
     high, never too low: where it is, the job is run again, and the least peak of a rank counts.
@@ -92,7 +86,7 @@ def check_against_job(ranks, world: int, cfg: Config, record_of) -> None:
     recorded_peaks: list[int] = []
     for _ in range(TRIES):
         found = ranks(world).run(real_role, cfg) if world > 1 else [real_role(World(), cfg)]
-        facts = [facts_of(record_of(rank, decided)) for rank, (_, decided) in enumerate(found)]
+        facts = [launch_facts(expected(rank, decided)) for rank, (_, decided) in enumerate(found)]
         recorded_peaks = [each["peak"] for each in facts]
         for rank, (run, _) in enumerate(found):
             peaks[rank] = min(peaks[rank], run["peak"])
@@ -118,13 +112,13 @@ def repeat_decisions(monkeypatch, decided: list) -> None:
     def with_values(counts, num_choices, num_experts):
         return torch.tensor(left.pop(0))
 
-    def exchange_departures(departures, group, etp, is_assumed):
-        EXCHANGE(departures, group, etp, is_assumed)
+    def exchange_row_counts(sent_counts, group, etp, is_assumed):
+        EXCHANGE(sent_counts, group, etp, is_assumed)
         return torch.tensor(left.pop(0))
 
     monkeypatch.setattr("plan.record.role.assumed_batch", batch)
     monkeypatch.setattr(dispatch, "with_values", with_values)
-    monkeypatch.setattr(dispatch, "exchange_departures", exchange_departures)
+    monkeypatch.setattr(dispatch, "exchange_row_counts", exchange_row_counts)
 
 
 DENSE = [
@@ -171,13 +165,13 @@ def ids(layouts):
 @pytest.mark.slow(core=["zero 3 recompute full"])
 @pytest.mark.parametrize("world, words", DENSE, ids=ids(DENSE))
 def test_a_dense_record_is_the_run(ranks, world, words):
-    cfg = resolve("llama3-tiny", None, [*SIZE, *words.split()])
+    cfg = resolve("llama3-tiny", None, [*SIZE, *BATCH, *words.split()])
 
-    def record_of(rank, decided):
+    def expected(rank, decided):
         assert not decided
         return recorded(cfg, world, rank)
 
-    check_against_job(ranks, world, cfg, record_of)
+    check_against_job(ranks, world, cfg, expected)
 
 
 ONE_LAYER_EACH = "--model.layers 2 --train.micro_batch 1".split()
@@ -199,9 +193,9 @@ def test_the_first_rank_of_a_place_is_the_fullest(name, words):
     """All of a place compute alike, hold as much as the first or less, and exchange as often: but under ZeRO
     the ranks that own the norms sum their gradients over tp."""
     keys = MIXTURE if name == "mixtral-tiny" else SIZE
-    cfg = resolve(name, None, [*keys, *ONE_LAYER_EACH, *words.split()])
+    cfg = resolve(name, None, [*keys, *BATCH, *ONE_LAYER_EACH, *words.split()])
     dims = parallel_dims(cfg, 8)
-    records = [record_role(cfg, dims, rank, CHIPS["h100"], program_of(cfg)) for rank in range(8)]
+    records = [record_role(cfg, dims, rank, CHIPS["h100"], make_program(cfg)) for rank in range(8)]
     for record in records:
         first = records[dims.coordinates(record.rank)["pp"] * (8 // dims.pp)]
         assert flops_of(record.launches) == flops_of(first.launches)
@@ -215,10 +209,10 @@ def test_the_first_rank_of_a_place_is_the_fullest(name, words):
 @pytest.mark.slow(core=["ep 2"])
 @pytest.mark.parametrize("world, words", MIXTURES, ids=ids(MIXTURES))
 def test_the_record_of_a_mixture_is_the_run_with_its_routing(ranks, monkeypatch, world, words):
-    cfg = resolve("mixtral-tiny", None, [*MIXTURE, *words.split()])
+    cfg = resolve("mixtral-tiny", None, [*MIXTURE, *BATCH, *words.split()])
 
-    def record_of(rank, decided):
+    def expected(rank, decided):
         repeat_decisions(monkeypatch, decided)
         return recorded(cfg, world, rank)
 
-    check_against_job(ranks, world, cfg, record_of)
+    check_against_job(ranks, world, cfg, expected)

@@ -7,21 +7,22 @@ import pytest
 
 from plan.run_limits import (
     PricedRun,
+    candidate_gpu_counts,
     fewest_gpus,
     is_between,
     least_gpu_hours,
     most_steps,
-    numbers_of_gpus,
     soonest_gpus,
 )
 from plan.whole_run import DAY, Reliability, WholeRun, whole_run
 
 
 def test_numbers_of_gpus_by_hand():
-    assert numbers_of_gpus(8, 64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
-    assert numbers_of_gpus(72, 300) == [1, 2, 4, 8, 16, 32, 64, 72, 144, 216, 288]
-    assert numbers_of_gpus(8, 3) == [1, 2]
-    assert [n for n in numbers_of_gpus(8, 100) if is_between(n, numbers_of_gpus(8, 100))] == [24, 48, 96]
+    assert candidate_gpu_counts(8, 64) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert candidate_gpu_counts(72, 300) == [1, 2, 4, 8, 16, 32, 64, 72, 144, 216, 288]
+    assert candidate_gpu_counts(8, 3) == [1, 2]
+    assert [n for n in candidate_gpu_counts(8, 100)
+            if is_between(n, candidate_gpu_counts(8, 100))] == [24, 48, 96]
 
 
 def drawn_runs(seed: int) -> tuple[list[int], dict[int, PricedRun]]:
@@ -29,7 +30,7 @@ def drawn_runs(seed: int) -> tuple[list[int], dict[int, PricedRun]]:
     power of two takes more, or has no layout; from some number on each doubling costs more, and none fits.
     """
     draw = random.Random(seed)
-    numbers = numbers_of_gpus(8, 8192)
+    numbers = candidate_gpu_counts(8, 8192)
     needed = draw.choice((0.7, 3.0, 20.0, 100.0))  # GPUs whose memory holds the job
     used, most = draw.choice((64, 512, 8192)), draw.choice((256, 4096, 8192))
     work, growth = draw.uniform(100, 1e5), draw.uniform(0.3, 1.2)  # GPU-days, and what they grow by
@@ -82,39 +83,11 @@ def test_the_soonest_within_gpu_hours_and_the_next_more_is_not_or_no_sooner(seed
     assert len(asked) <= 14  # of 24
 
 
-def test_numbers_that_cannot_do_are_passed_over():
-    """A run that is 16 times too long goes on with about as many times the GPUs, not with the next number."""
-    asked: list[int] = []
-
-    def price(number: int) -> PricedRun:
-        asked.append(number)
-        wall = 6400 / number * DAY
-        return PricedRun(number, WholeRun(number, 10, wall, wall, every=1, failures=0.0))
-
-    found = fewest_gpus(numbers_of_gpus(8, 4096)[6:], price, 12.5)
-    assert found is not None and found.gpus == 512
-    assert set(asked) == {32, 256, 384, 512}
-
-
-@pytest.mark.parametrize("seconds", [0.5, 3.0, 1000.0, 3e6])
-def test_the_most_steps_have_room_and_one_more_has_not(seconds):
-    reliability = Reliability(500.0, restart=100.0, blocking=2.0, writing=4.0)
-
-    def run_of(steps: int) -> WholeRun:
-        return whole_run(steps * 1000, 1000, 0.7, 64, reliability)
-
-    steps = most_steps(seconds, run_of)
-    assert run_of(steps + 1).wall > seconds
-    assert steps == 0 or run_of(steps).wall <= seconds
-    assert (steps == 0) == (seconds < 2.7)  # a step and its save
-
-
-def test_a_job_that_never_ends_has_no_room_for_a_step():
-    hopeless = Reliability(gpu_hours=1e-6, restart=600.0)
-    assert most_steps(1e9, lambda steps: whole_run(steps, 1, 1.0, 64, hopeless)) == 0
-
-
-def test_nothing_is_priced_once_none_can_do():
+@pytest.mark.parametrize("days, gpus, priced", [(12.5, 512, {32, 256, 384, 512}), (0.5, None, {32})])
+def test_numbers_that_cannot_do_are_not_priced(days, gpus, priced):
+    """A run that is 16 times too long is followed by about 16 times the GPUs, not by the next number; and no
+    other number where none is enough.
+    """
     asked: set[int] = set()
 
     def price(number: int) -> PricedRun:
@@ -122,8 +95,26 @@ def test_nothing_is_priced_once_none_can_do():
         wall = 6400 / number * DAY
         return PricedRun(number, WholeRun(number, 10, wall, wall, every=1, failures=0.0))
 
-    assert fewest_gpus(numbers_of_gpus(8, 4096)[6:], price, 0.5) is None
-    assert asked == {32}
+    found = fewest_gpus(candidate_gpu_counts(8, 4096)[6:], price, days)
+    assert (found.gpus if found else None) == gpus and asked == priced
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 1000.0, 3e6])
+def test_the_most_steps_have_room_and_one_more_has_not(seconds):
+    reliability = Reliability(500.0, restart=100.0, blocking=2.0, writing=4.0)
+
+    def forecast_run(steps: int) -> WholeRun:
+        return whole_run(steps * 1000, 1000, 0.7, 64, reliability)
+
+    steps = most_steps(seconds, forecast_run)
+    assert forecast_run(steps + 1).wall > seconds
+    assert steps == 0 or forecast_run(steps).wall <= seconds
+    assert (steps == 0) == (seconds < 2.7)  # a step and its save
+
+
+def test_a_job_that_never_ends_has_no_room_for_a_step():
+    hopeless = Reliability(gpu_hours=1e-6, restart=600.0)
+    assert most_steps(1e9, lambda steps: whole_run(steps, 1, 1.0, 64, hopeless)) == 0
 
 
 def test_no_run_beats_the_peak():

@@ -17,18 +17,20 @@ from plan.cost import Efficiency, cluster
 from plan.search import (
     SearchResult,
     Target,
-    bound_of,
     compute_axes,
     held_bytes,
-    job_of,
     layout_axes,
     least_bytes,
+    make_bound,
+    make_job,
     price,
     search,
     step_with_bubble,
     with_fixed,
 )
-from plan.search_processes import best_layouts, result_of, search_in_processes
+from plan.search_processes import best_layouts, receive_result, search_in_processes
+
+SMALL_JOB = ["--train.global_batch", "16", "--train.seq_len", "2048"]
 
 
 def target(world, c):
@@ -40,15 +42,13 @@ def brute(cfg, world, c, fixed):
     axes = compute_axes(cfg, world, c) | layout_axes(cfg, world)
     result, out = SearchResult(), []
     for values in combinations(with_fixed(axes, fixed)):
-        if values["parallel.dp_rep"] == "node":
+        is_interleaved = values["parallel.schedule"] == "interleaved"
+        if values["parallel.dp_rep"] == "node" or is_interleaved != (values["parallel.vpp"] is not None):
             continue
-        if (values["parallel.schedule"] == "interleaved") != (values["parallel.vpp"] is not None) or (
-            values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b"
-        ):
+        if values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b":
             continue
-        one = price(
-            with_values(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), target(world, c), result
-        )
+        priced = with_values(cfg, values | {"parallel.sp": values["parallel.tp"] > 1})
+        one = price(priced, target(world, c), result)
         out += [one] if one else []
     return sorted(x.forecast.step for x in out)
 
@@ -56,7 +56,7 @@ def brute(cfg, world, c, fixed):
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", [80e9, 9e9])
 def test_nothing_faster_is_left_out(memory):
-    cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
+    cfg = resolve("llama3.2-1b", None, SMALL_JOB)
     c = replace(cluster("h100-ib"), memory=memory, node=4)
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.recompute": "none", "parallel.cp": 1}
     cfg = with_values(cfg, fixed)
@@ -81,7 +81,7 @@ def test_what_is_set_stays_and_what_is_found_fits():
 
 
 def test_the_margin_is_left_where_a_layout_leaves_it():
-    cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
+    cfg = resolve("llama3.2-1b", None, SMALL_JOB)
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.pp": 1, "parallel.cp": 1}
     cfg, hardware = with_values(cfg, fixed), cluster("h100-ib")
     every = search(cfg, target(8, hardware), fixed, 10_000).found
@@ -118,22 +118,18 @@ def test_a_process_that_ends_without_a_result_is_an_error():
     receiving, sending = multiprocessing.Pipe(duplex=False)
     sending.close()
     with pytest.raises(RuntimeError, match="has ended without a result"):
-        result_of(receiving)
+        receive_result(receiving)
 
 
 def test_no_schedule_is_priced_twice():
     bound = type("B", (), dict(f=1.0, i=1.0, w=1.0, microbatches=4.0, step=12.0, slowdown=1.0))
     one = {"parallel.pp": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
     assert step_with_bubble(bound, one, 8) == 12.0
-    assert (
-        step_with_bubble(bound, one | {"parallel.schedule": "zb-v"}, 8) == math.inf
-    )  # the same without a pipeline
+    assert step_with_bubble(bound, one | {"parallel.schedule": "zb-v"}, 8) == math.inf  # as 1f1b at pp 1
     two = one | {"parallel.pp": 2}
     assert step_with_bubble(bound, two, 8) == 12.0 + (2 - 1) * (0.5 + 1.0)
-    assert (
-        step_with_bubble(bound, two | {"parallel.vpp": 2}, 8) == math.inf
-        and step_with_bubble(bound, two | {"parallel.pp": 16}, 8) == math.inf
-    )
+    for more in ({"parallel.vpp": 2}, {"parallel.pp": 16}):
+        assert step_with_bubble(bound, two | more, 8) == math.inf
 
     # a place that is twice as slow leaves the others as they are
     bound.slowdown = 2.0
@@ -155,20 +151,12 @@ def test_no_schedule_is_priced_twice():
     ids=str,
 )
 def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
-    """What is said to be held at least is no more than what is held."""
-    cfg, c = (
-        resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"]),
-        cluster("h100-ib"),
-    )
-    values = {
-        "parallel.tp": 1,
-        "parallel.cp": 1,
-        "parallel.ep": 1,
-        "train.micro_batch": 1,
-        "parallel.recompute": "none",
-    } | keys
-    here = target(16, c)
-    bound = bound_of(cfg, values, here)
+    """The least bytes that a layout is said to hold are not above those that it holds."""
+    cfg = resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"])
+    values = {"parallel.tp": 1, "parallel.cp": 1, "parallel.ep": 1, "train.micro_batch": 1}
+    values |= {"parallel.recompute": "none"} | keys
+    here = target(16, cluster("h100-ib"))
+    bound = make_bound(cfg, values, here)
     for more in (
         {"parallel.pp": 1},
         {"parallel.pp": 4},
@@ -177,10 +165,7 @@ def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
         {"parallel.pp": 2, "parallel.zero": 2, "parallel.schedule": "interleaved", "parallel.vpp": 2},
     ):
         one = with_values(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.zero": 1} | more)
-        assert (
-            least_bytes(one, here, bound)
-            <= sum(held_bytes(job_of(one, 16)[0], here.gpu))
-        ), more
+        assert least_bytes(one, here, bound) <= sum(held_bytes(make_job(one, 16)[0], here.gpu)), more
 
 
 def test_gpipe_holds_all_microbatches_and_other_schedules_need_only_a_few_to_show_their_peak():
@@ -189,7 +174,7 @@ def test_gpipe_holds_all_microbatches_and_other_schedules_need_only_a_few_to_sho
     )
     held = {}
     for kind in ("gpipe", "1f1b"):
-        job, microbatches = job_of(with_values(cfg, {"parallel.schedule": kind}), 4)
+        job, microbatches = make_job(with_values(cfg, {"parallel.schedule": kind}), 4)
         held[kind] = held_bytes(job, Gpu())
         assert microbatches == 64 // cfg.train.micro_batch
     assert held["gpipe"].activations == pytest.approx(microbatches / 4 * held["1f1b"].activations, rel=0.3)

@@ -4,39 +4,31 @@ import dataclasses
 import itertools
 
 import pytest
+from tiny_records import MIXTURE, SIZE, get_part_record
 
 from config.reading import resolve
-from model.sharding import parallel_dims
 from parallel.pipeline.executor import Pipeline
 from plan.record import splice
 from plan.record.launches import CHIPS
 from plan.record.memory import Change
-from plan.record.role import RoleRecord, record_role
-from scripts.dry_run import program_of, what_others_say
+from plan.record.role import RoleRecord
 
-SIZE = (
-    "--model.vocab 288 --model.layers 4 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
-    "--model.mlp.width 48 "
-    "--train.seq_len 32 --train.micro_batch 1 --model.vocab_multiple 32 --parallel.zero 0"
-).split()
+UNSHARDED = ["--parallel.zero", "0"]
 SIZES = {
-    "llama3-tiny": SIZE,
-    "mixtral-tiny": [*SIZE, "--model.mlp", "experts", "--model.mlp.experts", "4", "--model.mlp.width", "32"],
-    "deepseek-v3-tiny": "--model.vocab 288 --train.seq_len 32 --train.micro_batch 1".split(),
+    "llama3-tiny": [*SIZE, *UNSHARDED],
+    "mixtral-tiny": [*MIXTURE, *UNSHARDED],
+    "deepseek-v3-tiny": ["--model.vocab", "288", "--train.seq_len", "32"],
 }
 
 
-def record_of(
+def recorded(
     name: str, world: int, rank: int, words: str, chip: str | None = "h100", traces_all: bool = False
 ) -> RoleRecord:
-    cfg = resolve(name, None, [*SIZES[name], *words.split()])
-    dims = parallel_dims(cfg, world)
-    where = None if chip is None else CHIPS[chip]
-    answers = what_others_say(cfg, dims, [rank], where)
-    return record_role(cfg, dims, rank, where, program_of(cfg), answers=answers, traces_all=traces_all)
+    cfg = resolve(name, None, [*SIZES[name], "--train.micro_batch", "1", *words.split()])
+    return get_part_record(cfg, world, rank, CHIPS[chip] if chip else None, traces_all=traces_all)
 
 
-def facts_of(record: RoleRecord) -> dict[str, object]:
+def launch_facts(record: RoleRecord) -> dict[str, object]:
     """Every field but the seconds. Storages are numbered in the order in which they are made, and numbers of
     launches are in words: a NaN is not equal to itself."""
     names = {one.name for one in dataclasses.fields(record)} - {"seconds"}
@@ -57,16 +49,16 @@ def facts_of(record: RoleRecord) -> dict[str, object]:
 
 
 def share_copied(record: RoleRecord) -> float:
-    """Of its launches: those that stand for more than one."""
+    """The share of launches that stand for more than one."""
     return 1 - len({id(launch) for launch in record.launches}) / len(record.launches)
 
 
 def check_splice(name: str, world: int, rank: int, words: str, chip: str | None = "h100") -> float:
     """The spliced record is the whole one. Returns the share of it that was copied."""
-    whole = record_of(name, world, rank, words, chip=chip, traces_all=True)
-    spliced = record_of(name, world, rank, words, chip=chip)
+    whole = recorded(name, world, rank, words, chip=chip, traces_all=True)
+    spliced = recorded(name, world, rank, words, chip=chip)
     assert share_copied(whole) == 0
-    found, wanted = facts_of(spliced), facts_of(whole)
+    found, wanted = launch_facts(spliced), launch_facts(whole)
     for key, value in wanted.items():
         assert found[key] == value, key
     return share_copied(spliced)
@@ -153,7 +145,7 @@ def test_a_spliced_record_is_the_whole_one(name, world, rank, words, least):
 
 def test_most_of_a_step_is_copied():
     """1F1B: five microbatches of 64 are traced."""
-    record = record_of("llama3-tiny", 2, 0, "--parallel.pp 2 --train.global_batch 64")
+    record = recorded("llama3-tiny", 2, 0, "--parallel.pp 2 --train.global_batch 64")
     assert share_copied(record) > 0.9
 
 
@@ -168,10 +160,10 @@ def test_a_step_with_a_microbatch_unlike_others_is_traced_whole(monkeypatch):
 
     monkeypatch.setattr(Pipeline, "forward", forward)
     words = "--train.global_batch 12"
-    spliced = record_of("llama3-tiny", 1, 0, words)
-    whole = record_of("llama3-tiny", 1, 0, words, traces_all=True)
+    spliced = recorded("llama3-tiny", 1, 0, words)
+    whole = recorded("llama3-tiny", 1, 0, words, traces_all=True)
     assert share_copied(spliced) == 0
-    assert facts_of(spliced) == facts_of(whole)
+    assert launch_facts(spliced) == launch_facts(whole)
 
 
 def test_what_a_later_microbatch_releases_of_an_earlier_one_is_found(monkeypatch):
@@ -190,7 +182,7 @@ def test_what_a_later_microbatch_releases_of_an_earlier_one_is_found(monkeypatch
     facts = []
     for traces_all in (False, True):
         kept.clear()
-        facts.append(facts_of(record_of("llama3-tiny", 1, 0, words, traces_all=traces_all)))
+        facts.append(launch_facts(recorded("llama3-tiny", 1, 0, words, traces_all=traces_all)))
     assert facts[0] == facts[1]
 
 

@@ -10,7 +10,7 @@ from config.reading import resolve
 from config.tree import with_values
 from plan.cost import Efficiency, cluster, forecast
 from plan.near_ties import NEAR
-from plan.search import SearchResult, Target, job_of, price, search
+from plan.search import SearchResult, Target, make_job, price, search
 from plan.what_if import WhatIf, cluster_under, expected_largest, forecast_under, parse_what_if, waiting_ranks
 
 H100 = cluster("h100-ib")
@@ -30,7 +30,7 @@ def priced(keys, **what):
     """(job, microbatches, step) of a layout; what: of WhatIf."""
     cfg = resolve("llama3.2-1b", None, ["--train.global_batch", "64", "--train.micro_batch", "1"])
     cfg = with_values(cfg, {f"parallel.{key}": value for key, value in keys.items()})
-    job, microbatches = job_of(cfg, WORLD)
+    job, microbatches = make_job(cfg, WORLD)
     what_if = WhatIf(**what)
     under = forecast_under(job, microbatches, cluster_under(H100, what_if), Efficiency(), what_if)
     return job, microbatches, under
@@ -68,7 +68,7 @@ def test_without_a_pipeline_a_slow_rank_is_its_factor():
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64, 1024])
-def test_the_largest_of_normals(n):
+def test_the_expected_largest_bounds_drawn_normals(n):
     """A bound of the expected largest, and near it where n is large."""
     draw = random.Random(n)
     drawn = sum(max(draw.gauss(0, 0.05) for _ in range(n)) for _ in range(400)) / 400
@@ -79,7 +79,7 @@ def test_the_largest_of_normals(n):
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_jitter_beside_drawn_times(zero):
+def test_the_cost_of_jitter_bounds_that_of_drawn_times(zero):
     """Steps of a job whose ranks wait at each op (ZeRO 2), or once a step: never longer than the formula."""
     job, microbatches, now = priced({"zero": zero})
     sigma, ops = 0.1, 2 * microbatches
@@ -93,7 +93,7 @@ def test_jitter_beside_drawn_times(zero):
     assert 0.5 * formula < drawn * now.compute / now.step < formula
 
 
-def test_who_waits_for_whom():
+def test_ranks_that_wait_for_each_other_are_those_of_the_layout():
     def waiting(**keys):
         job = priced(keys)[0]
         return tuple(waiting_ranks(job.layout, job.cfg.parallel.zero))

@@ -58,7 +58,7 @@ def test_no_interval_is_better_than_the_best(blocking):
     assert found <= min(times) * (1.001 if blocking < between else 1.1)
 
 
-def test_young_by_hand():
+def test_the_best_interval_is_near_that_of_young():
     assert best_interval(1.0, 20_000.0) == pytest.approx(math.sqrt(2 * 1.0 * 20_000.0), rel=0.01)
 
 

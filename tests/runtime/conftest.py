@@ -1,11 +1,10 @@
 """A small config and process description, so that each test says only what it is about."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from config.reading import defaults
+from config.tree import with_values
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
 
@@ -17,12 +16,8 @@ def one_thread():
 
 @pytest.fixture
 def cfg():
-    c = defaults()
-    return dataclasses.replace(
-        c,
-        log=dataclasses.replace(c.log, every=4, name="t"),
-        train=dataclasses.replace(c.train, steps=10, global_batch=2, micro_batch=2, seq_len=8),
-    )
+    sizes = {"train.steps": 10, "train.global_batch": 2, "train.micro_batch": 2, "train.seq_len": 8}
+    return with_values(defaults(), {"log.every": 4, "log.name": "t", **sizes})
 
 
 @pytest.fixture
@@ -51,14 +46,8 @@ def feed():
             value = torch.tensor(loss(step), dtype=torch.float32)
             flags.append(
                 m.log_step(
-                    step,
-                    loss=value,
-                    grad_norm=value * 2,
-                    is_good=torch.isfinite(value),
-                    num_targets=torch.tensor(16),
-                    learning_rate=1e-3,
-                    seconds=0.5,
-                    data_seconds=0.1,
+                    step, loss=value, grad_norm=value * 2, is_good=torch.isfinite(value),
+                    num_targets=torch.tensor(16), learning_rate=1e-3, seconds=0.5, data_seconds=0.1,
                 )
             )
         return flags

@@ -12,7 +12,7 @@ import termios
 
 import pytest
 
-from config.terminal import columns_of
+from config.terminal import display_width
 from runtime.console import (
     Console,
     byte_count,
@@ -43,28 +43,17 @@ ROOT = pathlib.Path(__file__).parents[2]
         (math.nan, "nan"),
     ],
 )
-def test_short(n, text):
+def test_numbers_are_shortened_to_four_digits(n, text):
     assert short_number(n) == text
 
 
 def test_numbers_for_people():
     assert [parameter_count(n) for n in (890_000, 7_000_000_000, 50_000)] == ["0.89M", "7.00B", "50.0K"]
     assert [duration(s) for s in (0, 0.4, 59.6, 104, 3599.7, 3720, 86400 * 2 + 3 * 3600, math.inf, -3)] == [
-        "0s",
-        "0s",
-        "1m00s",
-        "1m44s",
-        "1h00m",
-        "1h02m",
-        "2d03h",
-        "?",
-        "0s",
+        "0s", "0s", "1m00s", "1m44s", "1h00m", "1h02m", "2d03h", "?", "0s",
     ]
     assert [byte_count(n) for n in (812, 10_900_000, 999_960, 1.5e12)] == [
-        "812 B",
-        "10.9 MB",
-        "1.0 MB",
-        "1.5 TB",
+        "812 B", "10.9 MB", "1.0 MB", "1.5 TB",
     ]
     assert [decimals(x, 4) for x in (6.942, 123.0, math.nan, None)] == ["6.9420", "123.00", "nan", "-"]
     losses = (9.99994, 9.99996, 10.8372, 999.996, -11.7, 99_999.6, 1.24e6, math.inf)
@@ -73,7 +62,7 @@ def test_numbers_for_people():
     ]
 
 
-def test_sparkline():
+def test_a_sparkline_shows_the_course_and_skips_what_is_not_finite():
     assert sparkline([4, 3, 2, 1]) == "█▆▃▁"
     assert len(sparkline(list(range(1000)))) == 11
     assert sparkline([]) == "" and sparkline([None, math.nan]) == "" and sparkline([2.0, 2.0]) == "▁▁"
@@ -92,7 +81,7 @@ def test_wide_letters_count_twice():
 
 
 def in_terminal(columns: int, *argv: str) -> list[str]:
-    """What a command of Python's writes to a terminal of so many columns, without colours."""
+    """The lines that a Python command writes to a terminal of this width, without colours."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
@@ -114,14 +103,14 @@ def in_terminal(columns: int, *argv: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_fits_into_a_terminal_of_80_columns(tmp_path):
-    """Of train.py itself: header, step lines, validations, the end; the same command in a file says all."""
+    """The header, step lines, validations and end of train.py. The same command in a file says all."""
     words = [
         *("train.py", "mixtral-tiny", "--data.tokenizer", "bytes", "--data.cache", str(tmp_path / "cache")),
         *("--train.steps", "2", "--train.global_batch", "8", "--eval.batches", "1", "--log.every", "1"),
         *("--log.dir", str(tmp_path / "runs")),
     ]
     lines = in_terminal(80, *words)
-    too_long = [line for line in lines if columns_of(line) > 80 and str(tmp_path) not in line]
+    too_long = [line for line in lines if display_width(line) > 80 and str(tmp_path) not in line]
     assert not too_long  # a path is not broken
     head = next(line for line in lines if line.startswith(" step"))
     assert head.split() == ["step", "loss", "gnorm", "lr", "tok/s", "mfu", "mem", "data", "eta"]
@@ -201,17 +190,7 @@ def test_step_lines_stand_under_their_labels():
     line(console, step=1, loss=math.nan, grad_norm=1e30, tokens=1.5e12, mem_gib=139.8)
     head, *rows = out.getvalue().splitlines()[1:]
     assert rows[0].split() == [
-        "100/600",
-        "4.8113",
-        "0.842",
-        "4.0e-03",
-        "13.2K",
-        "0.07",
-        "n/a",
-        "0.2G",
-        "0%",
-        "204.8K",
-        "1m18s",
+        "100/600", "4.8113", "0.842", "4.0e-03", "13.2K", "0.07", "n/a", "0.2G", "0%", "204.8K", "1m18s",
     ]
     assert len(head) == len(rows[0]) == len(rows[1])
     for label in ("loss", "gnorm", "tok/s", "mem", "eta"):

@@ -1,4 +1,4 @@
-"""What is told of the experts: numbers a step, and a picture whose data stays bounded and goes on after a
+"""The load of experts: numbers of each step, and a picture whose data stays bounded and continues after a
 resume.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus
 
@@ -39,7 +40,7 @@ def told(*counts):
     return np.array([[*c, 3, 0.5 * sum(c) / 2, 0.1, 0.2] for c in counts], float)
 
 
-def test_numbers_of_a_step():
+def test_the_load_of_experts_is_told_by_its_definitions():
     n = router_metrics(told((4, 4, 4, 4), (8, 8, 0, 0)), FOUR)
     assert n == {
         "moe_load": [1.0, 2.0],
@@ -48,14 +49,12 @@ def test_numbers_of_a_step():
         "aux_loss": pytest.approx(0.2),
         "z_loss": pytest.approx(0.4),
     }
-    assert flatten_row({"loss": 1.0, "mfu": None, **n})["moe_load/1"] == 2.0 and "mfu" not in flatten_row(
-        {"mfu": None}
-    )
+    assert flatten_row({"loss": 1.0, "mfu": None, **n})["moe_load/1"] == 2.0
+    assert "mfu" not in flatten_row({"mfu": None})
     broken = told((0, 0, 0, 0), (1, 1, 1, 1))
     broken[:, 5] = np.nan
-    assert router_metrics(broken, FOUR)["moe_entropy"] == [None, None] and json.dumps(
-        router_metrics(broken, FOUR), allow_nan=False
-    )
+    assert router_metrics(broken, FOUR)["moe_entropy"] == [None, None]
+    assert json.dumps(router_metrics(broken, FOUR), allow_nan=False)
 
 
 def test_the_map_is_bounded_and_loses_nothing(tmp_path, monkeypatch):
@@ -67,7 +66,7 @@ def test_the_map_is_bounded_and_loses_nothing(tmp_path, monkeypatch):
     assert kept.counts[0, 0, 0] == sum(range(1, 17))
 
 
-def test_a_resumed_run_goes_on(tmp_path):
+def test_a_resumed_run_continues_its_picture(tmp_path):
     first = ExpertLoadMap(tmp_path, M, 0)
     for step in range(1, 11):
         first.add(step, np.ones((2, 4)))
@@ -112,7 +111,7 @@ def spoilt(good: bytes, how: str) -> bytes:
 @pytest.mark.parametrize(
     "how", ["half", "empty", "text", "one byte", "bomb", "shape", "nan", "text dtype", "header"]
 )
-def test_a_damaged_file_begins_the_picture_anew(tmp_path, how):
+def test_a_damaged_file_starts_the_picture_again(tmp_path, how):
     first = ExpertLoadMap(tmp_path, M, 0)
     for step in range(1, 11):
         first.add(step, np.ones((2, 4)))
@@ -120,11 +119,9 @@ def test_a_damaged_file_begins_the_picture_anew(tmp_path, how):
     first.file.write_bytes(spoilt(first.file.read_bytes(), how))
     peak = tracemalloc_peak(lambda: ExpertLoadMap(tmp_path, M, 6))
     again = ExpertLoadMap(tmp_path, M, 6)
-    assert (
-        "experts.npz: damaged, the picture begins anew" in again.trouble
-        and len(again.counts) == 0
-        and peak < 1 << 24
-    )
+    assert "experts.npz: damaged, the picture starts over" in again.trouble
+    assert len(again.counts) == 0
+    assert peak < 1 << 24
     again.add(7, np.full((2, 4), 2))
     again.save()
     kept = ExpertLoadMap(tmp_path, M, 7)
@@ -153,7 +150,7 @@ def test_any_flipped_bit_of_the_file_is_harmless(tmp_path):
         assert again.trouble or again.counts.tolist() in ([], [[[1.0] * 4] * 2]), place
 
 
-def test_draws_a_picture(tmp_path):
+def test_the_load_of_experts_is_drawn(tmp_path):
     kept = ExpertLoadMap(tmp_path, M, 0)
     assert kept.draw() is None
     for step in range(1, 30):
@@ -161,7 +158,7 @@ def test_draws_a_picture(tmp_path):
     assert kept.draw("run $1$").read_bytes().startswith(b"\x89PNG")
 
 
-def test_metrics_tell_it(metrics, tmp_path, cfg):
+def test_metrics_have_the_load_of_experts(metrics, tmp_path, cfg):
     from runtime.metrics import MetricsLogger
     from runtime.setup import LaunchEnv
 
@@ -170,19 +167,12 @@ def test_metrics_tell_it(metrics, tmp_path, cfg):
     for step in range(1, 5):
         one = torch.tensor(1.0)
         m.log_step(
-            step,
-            loss=one,
-            grad_norm=one,
-            is_good=one > 0,
-            num_targets=torch.tensor(16),
-            learning_rate=1.0,
-            seconds=1.0,
-            data_seconds=0.0,
-            router_stats=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))),
+            step, loss=one, grad_norm=one, is_good=one > 0, num_targets=torch.tensor(16), learning_rate=1.0,
+            seconds=1.0, data_seconds=0.0, router_stats=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))),
         )
     m.flush()
     m.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = run_folder.rows(tmp_path)
     assert len(rows) == 4 and all(r["moe_load"] == [1.0, 2.0] for r in rows)
     assert ExpertLoadMap(tmp_path, M, 4).counts[:, 1, 0].tolist() == [8] * 4
 

@@ -49,7 +49,7 @@ def test_which_failures_another_start_may_mend(error, wanted):
     (ValueError("CUDA error: out of memory"), 1),
 ])
 def test_out_of_memory_is_known_by_what_torch_says(error, code):
-    assert failure.code_of(error) == code
+    assert failure.get_exit_code(error) == code
 
 
 def leave_in_child(code: int, world: int) -> tuple[int, float]:

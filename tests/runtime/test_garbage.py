@@ -47,8 +47,8 @@ def test_the_collector_runs_after_the_same_steps_and_never_in_one(tmp_path, monk
 
     assert trained(World(), cfg, tmp_path / "run", observe) == 0
     for step in range(1, STEPS + 1):
-        assert seen["step.logged", step] == seen["step.begin", step]
-    between = [seen["step.begin", step + 1] - seen["step.logged", step] for step in range(1, STEPS)]
+        assert seen["step.end", step] == seen["step.begin", step]
+    between = [seen["step.begin", step + 1] - seen["step.end", step] for step in range(1, STEPS)]
     assert between == [0, 1, 0, 1, 0]
     assert gc.isenabled() and gc.get_freeze_count() == 0
 

@@ -1,14 +1,14 @@
 """Goodput and ETTR: the arithmetic by hand, a record that nothing breaks, and real runs that are killed."""
 import dataclasses
-import json
 import random
 import time
 
 import pytest
+import run_folder
 from ranks import MODEL, corpus, job
 
 from runtime import goodput
-from runtime.goodput import LINE_BYTES, GoodputClock, StartRecord, parse_start, read_starts, reckon
+from runtime.goodput import LINE_BYTES, GoodputClock, StartRecord, compute_goodput, parse_start, read_starts
 
 # ---- real runs ---------------------------------------------------------------------------------------------
 
@@ -32,11 +32,11 @@ def train(tmp_path, prefix):
 
 
 def summary_of(folder):
-    return json.loads((folder / "r" / "summary.json").read_text())["goodput"]
+    return run_folder.summary(folder / "r")["goodput"]
 
 
 @pytest.mark.slow
-def test_killed_failed_and_finished(tmp_path, train):
+def test_every_second_of_three_starts_is_useful_or_lost(tmp_path, train):
     slow = "step.load:act=sleep=0.5"
     began = time.time()
     assert train(f"{slow}; step.begin:step=8:act=SIGKILL", world=2)[0] == [-9, -9]
@@ -78,7 +78,7 @@ def test_killed_failed_and_finished(tmp_path, train):
     unproductive = lost["repeated_steps"] + lost["start_up"] + lost["waiting"]
     assert abs(report["ettr"] - (1 - unproductive / report["minutes"])) < 1e-12
 
-    # what has nothing to do, or is refused, is no start
+    # a run that has nothing to do, or is refused, does not count as a start
     record = (tmp_path / "r" / "starts.jsonl").read_bytes()
     assert train()[0] == [0]
     assert train("", "--train.steps", "13", "--train.seed", "5")[0] == [2]
@@ -92,7 +92,7 @@ def test_a_skipped_step_is_lost_and_a_refused_run_leaves_no_record(tmp_path, tra
     codes, log = train("step.backward:step=3:act=nan; step.load:step=3:act=sleep=1")
     assert codes == [0], log
     lost = 60 * summary_of(tmp_path)["lost_minutes"]["skipped_steps"]
-    steps = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    steps = run_folder.rows(tmp_path / "r")
     seconds, = (row["step_ms"] / 1000 for row in steps if row.get("skipped"))
     assert lost > 1 and abs(lost - seconds) < 1e-9
 
@@ -101,32 +101,18 @@ def test_a_skipped_step_is_lost_and_a_refused_run_leaves_no_record(tmp_path, tra
 
 # 10 steps of 1 s after 5 s, a save of 1 s after step 6; it ends after 18 s, and 2 s were nothing of these
 FIRST = StartRecord(
-    time=1000.0,
-    world=2,
-    seconds=18.0,
-    first_step=1,
-    last_step=10,
-    in_steps=10.0,
-    start_up=5.0,
-    saving=1.0,
+    time=1000.0, world=2, seconds=18.0, first_step=1, last_step=10, in_steps=10.0, start_up=5.0, saving=1.0,
     marks=((6, 6.0),),
 )
-# it goes on after step 6, trains up to step 12, and validates
+# it continues after step 6, trains up to step 12, and validates
 SECOND = StartRecord(
-    time=1028.0,
-    world=2,
-    seconds=10.0,
-    first_step=7,
-    last_step=12,
-    in_steps=6.0,
-    start_up=3.0,
-    validation=1.0,
-    exit_code=0,
+    time=1028.0, world=2, seconds=10.0, first_step=7, last_step=12, in_steps=6.0, start_up=3.0,
+    validation=1.0, exit_code=0,
 )
 
 
-def test_two_starts_by_hand():
-    report = reckon([FIRST, SECOND])
+def test_the_goodput_of_two_starts_is_that_computed_by_hand():
+    report = compute_goodput([FIRST, SECOND])
     assert report.lost == {
         "repeated_steps": pytest.approx(4 / 60),
         "skipped_steps": 0.0,
@@ -142,12 +128,12 @@ def test_two_starts_by_hand():
         "goodput 31.6 % of 38s in 2 starts, ETTR 42.1 %; lost: waiting between starts 10s, start-up 8s, "
         "repeated steps 4s, other 2s, saving 1s, validation 1s"
     )
-    assert reckon([FIRST, SECOND], skipped_seconds=3.0).useful == pytest.approx(9 / 60)
+    assert compute_goodput([FIRST, SECOND], skipped_seconds=3.0).useful == pytest.approx(9 / 60)
 
 
 def test_a_start_that_goes_back_further_repeats_what_two_have_done():
     third = dataclasses.replace(SECOND, time=1100.0, first_step=4)
-    report = reckon([FIRST, SECOND, third])
+    report = compute_goodput([FIRST, SECOND, third])
     # steps 1 to 3 of the first, between marks; nothing of the second
     assert report.useful == pytest.approx((3 + 6) / 60)
     assert report.lost["repeated_steps"] == pytest.approx((7 + 6) / 60)
@@ -156,7 +142,7 @@ def test_a_start_that_goes_back_further_repeats_what_two_have_done():
 
 def test_a_clock_that_was_set_back_counts_as_nothing():
     back = dataclasses.replace(SECOND, time=FIRST.time - 3600)
-    report = reckon([FIRST, back])
+    report = compute_goodput([FIRST, back])
     assert report.clock_set_back == 1 and report.lost["waiting"] == 0
     assert report.minutes == pytest.approx(28 / 60)
     assert "the clock was set back between starts (1x)" in report.line()
@@ -164,10 +150,10 @@ def test_a_clock_that_was_set_back_counts_as_nothing():
 
 def test_a_start_that_was_killed_before_its_first_step():
     early = StartRecord(time=1000.0, world=2, seconds=7.0)
-    report = reckon([early, dataclasses.replace(SECOND, time=1007.0, first_step=1)])
+    report = compute_goodput([early, dataclasses.replace(SECOND, time=1007.0, first_step=1)])
     assert report.lost["start_up"] == pytest.approx(10 / 60) and report.starts == 2
     assert report.lost["repeated_steps"] == 0
-    assert reckon([StartRecord(time=0.0, world=1)]).goodput == 0.0
+    assert compute_goodput([StartRecord(time=0.0, world=1)]).goodput == 0.0
 
 
 def test_a_step_back_within_a_start():
@@ -177,7 +163,7 @@ def test_a_step_back_within_a_start():
     assert (clock.record.in_steps, clock.record.repeated, clock.record.last_step) == (6.0, 4.0, 6)
     clock.rewound(3)
     assert (clock.record.in_steps, clock.record.repeated, clock.record.marks) == (3.0, 7.0, ())
-    assert reckon([clock.record]).lost["repeated_steps"] == pytest.approx(7 / 60)
+    assert compute_goodput([clock.record]).lost["repeated_steps"] == pytest.approx(7 / 60)
 
 
 def test_a_step_back_behind_the_start_repeats_what_an_earlier_one_has_done():
@@ -188,7 +174,7 @@ def test_a_step_back_behind_the_start_repeats_what_an_earlier_one_has_done():
     clock.record = StartRecord(time=100.0, world=1, seconds=41.0, first_step=101, last_step=101, in_steps=1.0)
     clock.rewound(80)
     clock.record = dataclasses.replace(clock.record, last_step=120, in_steps=40.0)
-    report = reckon([earlier, clock.record])
+    report = compute_goodput([earlier, clock.record])
     assert report.useful == pytest.approx(120 / 60)
     assert report.lost["repeated_steps"] == pytest.approx(21 / 60)
 
@@ -213,7 +199,7 @@ def test_damaged_lines_are_left_out(tmp_path):
         (tmp_path / "starts.jsonl").write_bytes(data)
         found = read_starts(tmp_path)
         assert len(found) <= 2 and (FIRST in found or SECOND in found)
-        assert reckon(found).minutes >= 0
+        assert compute_goodput(found).minutes >= 0
     whole = lines[0].decode()
     replaced = [whole.replace("18.0", "1e999"), whole.replace("18.0", "-1"), whole.replace(": 2,", ': "2",')]
     for text in ("", "{", "[]", "null", '{"time": NaN}', "[" * 3000, *replaced):

@@ -24,7 +24,7 @@ def write(folder, n=300, nan=()):
     file.close()
 
 
-def test_draws_a_picture(tmp_path):
+def test_losses_are_drawn_without_a_display(tmp_path):
     write(tmp_path, nan=(5, 6))
     out = loss_png(tmp_path, "0.89M")
     data = out.read_bytes()
@@ -34,18 +34,18 @@ def test_draws_a_picture(tmp_path):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_short_runs(tmp_path, n):
+def test_a_run_of_a_step_is_drawn(tmp_path, n):
     write(tmp_path, n)
     assert loss_png(tmp_path).exists()
 
 
-def test_nothing_to_draw(tmp_path):
+def test_without_a_finite_loss_nothing_is_drawn(tmp_path):
     assert loss_png(tmp_path) is None
     write(tmp_path, 2, nan=(1, 2))
     assert loss_png(tmp_path) is None and not (tmp_path / "loss.png").exists()
 
 
-def test_title(tmp_path):
+def test_the_title_names_run_model_and_length(tmp_path):
     run = tmp_path / "a$b"
     run.mkdir()
     (run / "config.yaml").write_text("model: {preset: llama-mini}\n")

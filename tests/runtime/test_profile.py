@@ -18,7 +18,7 @@ def test_traces_the_steps_asked_for(tmp_path, steps, ran, traced):
     for step in range(1, ran + 1):
         trace.before_gradients(None, step, [])
         torch.ones(8, 8) @ torch.ones(8, 8)
-        trace.step_computed(None, step, None)
+        trace.after_step(None, step)
     trace.close()
     file = tmp_path / "trace-rank0.json"
     events = json.loads(file.read_text())["traceEvents"] if file.exists() else []

@@ -1,5 +1,3 @@
-import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -8,10 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+import run_folder
 import torch
+from waiting import has_ended, wait_until
 
 import start
 from config import ConfigError
+from config.tree import with_values
 from runtime import processes, setup
 from runtime.fault_points import no_fault
 from runtime.setup import LaunchEnv
@@ -43,12 +44,12 @@ def test_one_process_without_a_launcher(env):
     assert setup.rank_and_world() == (0, 1, 0, 1)
 
 
-def test_torchrun(env):
+def test_ranks_are_those_of_torchrun(env):
     env(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, SLURM_PROCID=0, SLURM_NTASKS=2)
     assert setup.rank_and_world() == (5, 8, 1, 4)
 
 
-def test_bare_srun(env):
+def test_ranks_are_those_of_srun(env):
     env(SLURM_PROCID=5, SLURM_NTASKS=8, SLURM_LOCALID=1, SLURM_NNODES=2)
     assert setup.rank_and_world() == (5, 8, 1, 4)
     env(SLURM_STEP_NUM_TASKS=6)  # the step is smaller than the job
@@ -74,7 +75,7 @@ def test_a_bad_launcher_is_one_line(env, bad):
 @pytest.mark.parametrize(
     "cores, ranks, threads", [(1, 1, 1), (2, 1, 2), (3, 1, 2), (4, 1, 3), (64, 1, 4), (8, 4, 2), (2, 8, 1)]
 )
-def test_threads(monkeypatch, cores, ranks, threads):
+def test_threads_are_spared_by_cores_and_ranks(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(setup.Path, "read_text", lambda self: "max 100000")
     assert setup.spare_threads(ranks) == threads
@@ -87,8 +88,8 @@ def test_a_containers_quota_counts(monkeypatch):
 
 
 @pytest.mark.slow
-def test_start(env, cfg, torch_state):
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, device="cpu"))
+def test_the_environment_of_a_start_is_read_once(env, cfg, torch_state):
+    cfg = with_values(cfg, {"train.threads": 1, "train.device": "cpu"})
     e = setup.read_environment(cfg)
     assert (e.rank, e.world, e.device, e.threads) == (0, 1, torch.device("cpu"), 1)
     assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled()
@@ -142,16 +143,18 @@ def test_a_gpu_runs_its_fastest_kernels_unless_asked(
     """train.deterministic: the setting, the process and the description agree."""
     monkeypatch.setattr(setup, "pick_device", lambda kind, local_rank: torch.device(device))
     torch.use_deterministic_algorithms(not deterministic)
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, deterministic=asked))
+    cfg = with_values(cfg, {"train.threads": 1, "train.deterministic": asked})
     assert setup.read_environment(cfg).deterministic is deterministic
     assert torch.are_deterministic_algorithms_enabled() is deterministic
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is deterministic
 
 
-@pytest.mark.parametrize("wish", [{"rerun_every": 5}, {"rerun_suspects": True}])
-def test_a_gpu_that_computes_steps_again_repeats_itself(env, cfg, monkeypatch, torch_state, wish):
+@pytest.mark.parametrize("key, value", [("train.rerun_every", 5), ("train.rerun_suspects", True)])
+def test_a_gpu_that_computes_steps_again_repeats_itself(
+    env, cfg, monkeypatch, torch_state, key, value
+):
     monkeypatch.setattr(setup, "pick_device", lambda kind, local_rank: torch.device("cuda"))
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, **wish))
+    cfg = with_values(cfg, {"train.threads": 1, key: value})
     assert setup.read_environment(cfg).deterministic is True
 
 
@@ -217,20 +220,20 @@ def test_faults_come_from_the_environment(env, monkeypatch):
 )
 def test_wandb_mode_is_the_more_private_wish(env, cfg, wish, mode, key, got):
     env(**{k: v for k, v in {"WANDB_MODE": mode, "WANDB_API_KEY": key}.items() if v})
-    w = setup.wandb_settings(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb=wish)))
+    w = setup.wandb_settings(with_values(cfg, {"log.wandb": wish}))
     assert w.mode == got and (w.note is not None) == (got != wish)
 
 
-def test_wandb_variables(env, cfg, tmp_path, monkeypatch):
+def test_variables_of_wandb_count(env, cfg, tmp_path, monkeypatch):
     env(WANDB_PROJECT="p", WANDB_ENTITY="e", WANDB_RUN_ID="i", WANDB_DIR="/d")
-    on = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb="online"))
+    on = with_values(cfg, {"log.wandb": "online"})
     assert setup.wandb_settings(on) == setup.WandbSettings("offline", "p", "e", "i", "/d", "no WANDB_API_KEY")
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     assert setup.wandb_settings(on).mode == "online"
 
 
-def test_no_color(monkeypatch):
+def test_colors_are_for_terminals_that_want_them(monkeypatch):
     class Terminal:
         def isatty(self):
             return True
@@ -252,7 +255,7 @@ def test_exit_reason_is_atomic_and_keeps_secrets(tmp_path, monkeypatch):
     assert setup.write_exit_reason(tmp_path, 0, 1, "login with canary-31415926 failed")
     assert setup.write_exit_reason(tmp_path, 3, 77, "x")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["exit_reason.json", "exit_reason.rank3.json"]
-    words = json.loads((tmp_path / "exit_reason.json").read_text())
+    words = run_folder.exit_reason(tmp_path)
     assert words["code"] == 1 and words["reason"] == "login with <MY_API_KEY> failed"
     assert words["rank"] == 0 and words["host"]
     assert setup.write_exit_reason(tmp_path / "gone", 0, 1, "x") is False
@@ -273,7 +276,7 @@ def test_an_exit_reason_that_a_kill_left_half_written_is_removed(tmp_path):
 def test_no_secret_in_the_env_object(env, cfg, monkeypatch):
     env(WANDB_API_KEY="canary-31415926", HF_TOKEN="canary-27182818")
     e = LaunchEnv(
-        wandb=setup.wandb_settings(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb="online")))
+        wandb=setup.wandb_settings(with_values(cfg, {"log.wandb": "online"}))
     )
     assert e.wandb.mode == "online" and "canary" not in repr(e)
 
@@ -295,18 +298,7 @@ def test_a_worker_dies_with_its_agent(monkeypatch, system):
     worker = int(os.read(read, 20))
     os.kill(agent, signal.SIGKILL)
     os.waitpid(agent, 0)
-    until = time.monotonic() + 2
-    while time.monotonic() < until and alive(worker):
-        time.sleep(0.01)
-    gone = not alive(worker)
-    if not gone:
+    is_gone = wait_until(lambda: has_ended(worker), 2)
+    if not is_gone:
         os.kill(worker, signal.SIGKILL)
-    assert gone
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] != "Z"  # nobody may reap it here
-    except OSError:
-        return False
+    assert is_gone

@@ -66,7 +66,7 @@ def test_the_stop_file_is_honoured_once(stop, tmp_path):
     assert not (tmp_path / "STOP").exists()
     assert "STOP found" in s.reason_to_stop()  # it keeps saying so
     assert not s.requeue  # an empty one is a person's
-    assert stop().reason_to_stop() is None  # and the next start goes on
+    assert stop().reason_to_stop() is None  # and the next start trains
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_stop_file_that_is_still_being_written(stop, tmp_path):
     writer.join()
 
 
-def test_a_stop_file_that_is_no_file(stop, tmp_path):
+def test_a_link_or_a_folder_called_stop_stops_too(stop, tmp_path):
     (tmp_path / "STOP").symlink_to(tmp_path / "nowhere")
     s = stop()
     assert "STOP found" in s.reason_to_stop() and not s.requeue and not os.path.lexists(tmp_path / "STOP")

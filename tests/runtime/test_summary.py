@@ -1,11 +1,11 @@
 """summary.json says of a run what its metrics say."""
-import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import run_folder
 
 from config.reading import resolve
 from plan.count import flops_per_token, parameters
@@ -24,13 +24,13 @@ def train(folder, *argv):
 def test_a_run_and_its_resumed_end_are_summed_up(tmp_path):
     done = train(tmp_path, "--train.max_minutes", "0.0001")
     assert done.returncode == 75, done.stderr
-    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    summary = run_folder.summary(tmp_path / "r")
     assert summary["finished"] is False and "train.max_minutes" in summary["reason"]
     assert summary["step"] < 6
 
     assert train(tmp_path).returncode == 0
-    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
-    lines = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    summary = run_folder.summary(tmp_path / "r")
+    lines = run_folder.rows(tmp_path / "r")
     steps = [line for line in lines if "loss" in line]
     losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
 

@@ -54,7 +54,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
-def test_scores_by_definition(batch):
+def test_scores_are_those_of_their_definition(batch):
     for (before, after), (logp, likeliest) in zip(PAIRS, speaker(batch).scores(PAIRS)):
         ids, want, greedy = list(before or [EOD]), 0.0, True
         whole = ([*ids, *after])[-(CONTEXT + 1) :]
@@ -102,7 +102,7 @@ def test_without_the_harness_one_line_says_what_to_install():
 
 
 def test_a_machine_without_a_network_is_told_in_one_line(monkeypatch):
-    """What the package datasets raises there."""
+    """The error of the package datasets."""
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'allenai/ai2_arc' on the Hub (LocalEntryNotFoundError)\nmore")
 

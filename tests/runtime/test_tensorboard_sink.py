@@ -1,9 +1,10 @@
-"""TensorBoard's event files, read back by TensorBoard; what goes wrong; the picture while a run goes on."""
+"""TensorBoard's event files, read back by TensorBoard; failures of the writer; the picture during a run."""
 import shutil
 import sys
 import time
 
 import pytest
+from waiting import wait_until
 
 import config
 import train
@@ -13,13 +14,11 @@ from runtime.lines import read_metrics
 from runtime.plot import LivePicture, loss_png
 from runtime.tensorboard_sink import TensorboardSink, check_tensorboard
 
-SMALL = [
-    "--model.preset", "llama-mini", "--model.layers", "1", "--model.hidden", "32", "--model.mixer.heads", "2",
-    "--model.mixer.kv_heads", "2", "--model.mlp.width", "64", "--data.tokenizer", "bytes",
-    "--train.seq_len", "32", "--train.global_batch", "4", "--train.micro_batch", "4", "--eval.batches", "1",
-    "--eval.sample", "8", "--eval.prompt", "def ",
-    "--log.tensorboard", "true",
-]
+SMALL = (
+    "--model.preset llama-mini --model.layers 1 --model.hidden 32 --model.mixer.heads 2 "
+    "--model.mixer.kv_heads 2 --model.mlp.width 64 --data.tokenizer bytes --train.seq_len 32 "
+    "--train.global_batch 4 --train.micro_batch 4 --eval.batches 1 --eval.sample 8 --log.tensorboard true"
+).split() + ["--eval.prompt", "def "]
 
 
 def read(folder):
@@ -85,7 +84,7 @@ def test_a_writer_that_fails_says_so_once(tmp_path):
     sink.put(2, {"train/loss": 1.0})
     sink.text(2, "sample", "x")
     sink.close(0, "")
-    assert sink.warning().startswith("TensorBoard: OSError: disk full; training goes on without it")
+    assert sink.warning().startswith("TensorBoard: OSError: disk full; training continues without it")
     assert sink.warning() is None
 
 
@@ -94,17 +93,10 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
     sink = TensorboardSink(tmp_path, {}, 0)
     sink.put(1, {"train/loss": 1.0})
-    assert "training goes on without it" in sink.warning()
+    assert "training continues without it" in sink.warning()
 
 
-# ---- loss.png while the run goes on ------------------------------------------------------------------------
-
-
-def until(true, seconds=60):
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.05)
-    return true()
+# ---- loss.png during the run -------------------------------------------------------------------------------
 
 
 def a_run(folder):
@@ -119,7 +111,7 @@ def test_the_picture_is_drawn_beside_the_run(tmp_path):
     first = picture.process
     picture.draw_soon()
     assert picture.process is first or first.poll() is not None, "one at a time"
-    assert until(lambda: first.poll() is not None) and first.returncode == 0
+    assert wait_until(lambda: first.poll() is not None) and first.returncode == 0
     assert (tmp_path / "loss.png").read_bytes() == loss_png(tmp_path, "0.89M").read_bytes()
 
 

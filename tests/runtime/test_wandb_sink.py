@@ -1,8 +1,7 @@
-"""What W&B is told, and what becomes of a run on its bad days (fake_wandb.py)."""
+"""The calls that W&B gets, and how a run bears its failures (fake_wandb.py)."""
 
 import base64
 import functools
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,9 @@ from pathlib import Path
 
 import fake_wandb
 import pytest
+import run_folder
 from ranks import MODEL, corpus
+from waiting import has_ended, wait_until
 
 import train
 from runtime.setup import WandbSettings
@@ -47,22 +48,6 @@ def sink(tmp_path):
             s.kill()
 
 
-def until(true, seconds=10):
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
-
-
-def gone(pid):
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        )  # nobody may reap it here
-    except OSError:
-        return True
-
-
 def test_off_starts_nothing(sink, tmp_path):
     s = sink("off")
     s.put(1, {"a": 1})
@@ -74,11 +59,11 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     told, s = fake(), sink()
     for step in range(500):
         s.put(step, {"train/loss": 1 / (step + 1)})
-    s.close(code=75, closing_line="3 s: another rank was told to stop")
+    s.close(code=75, closing_line="3 s: stop requested on another rank")
     settings, start, *axes, alert, last = told()
     axes, logs = axes[:4], axes[4:]
     assert axes == [["axis", f"{names}/*", "tokens"] for names in ("train", "val", "tasks", "run")]
-    assert alert == ["alert", "name: stopped early", "3 s: another rank was told to stop", "WARN"]
+    assert alert == ["alert", "name: stopped early", "3 s: stop requested on another rank", "WARN"]
     assert settings[1] == {
         "console": "off",
         "silent": True,
@@ -89,21 +74,15 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
         "program_abspath": str(Path(__file__).parents[2] / "train.py"),
     }
     assert start[1] == {
-        "project": "proj",
-        "entity": None,
-        "name": "name",
-        "id": stable_id(tmp_path / "run"),
-        "dir": str(tmp_path / "run"),
-        "mode": "offline",
-        "resume": "allow",
-        "config": {"train": {"steps": 3}},
+        "project": "proj", "entity": None, "name": "name", "id": stable_id(tmp_path / "run"),
+        "dir": str(tmp_path / "run"), "mode": "offline", "resume": "allow", "config": {"train": {"steps": 3}},
     }
     assert logs == [["log", i, {"step": i, "train/loss": 1 / (i + 1)}] for i in range(500)]
     assert last == ["finish", 75]
     assert s.warning() is None and capfd.readouterr() == ("", "")
 
 
-def test_facts_texts_and_pictures(fake, sink, tmp_path):
+def test_facts_texts_and_pictures_arrive_as_wandb_takes_them(fake, sink, tmp_path):
     """As W&B takes them: text is escaped, a picture is named by its path."""
     told, s = fake(), sink()
     s.describe({"parameters": 5, "dp": 2})
@@ -122,7 +101,7 @@ def test_facts_texts_and_pictures(fake, sink, tmp_path):
 
 
 def test_texts_stand_in_one_table(fake, sink):
-    """W&B shows one value of a name: the table has the texts of all steps, of which the newest stay."""
+    """W&B shows one value of a name: the table has the texts of all steps, up to the newest hundred."""
     told, s = fake(), sink()
     for step in range(120):
         s.text(step, "sample", f"text {step}")
@@ -139,8 +118,7 @@ def test_a_run_sends_its_texts_and_its_best_validation(fake, tmp_path):
     words += ["--log.name", "r", "--log.wandb", "offline", "--eval.every", "1", "--optim.lr", "0.5"]
     for steps in ("2", "4"):
         assert train.main([*words, "--eval.sample", "4", "--train.steps", steps]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
-    losses = {row["step"]: row["val_loss"] for row in rows if row["step"] and "val_loss" in row}
+    losses = {row["step"]: row["val_loss"] for row in run_folder.validations(tmp_path / "r") if row["step"]}
     best = min(losses, key=losses.__getitem__)
     logs = [line[2] for line in told() if line[0] == "log"]
     (first, last) = [values for values in logs if "run/best_step" in values]
@@ -163,7 +141,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
 
 
 def test_a_copy_of_a_folder_has_its_own_id_while_the_first_is_there(tmp_path):
-    """Of a folder of before it was written down, nothing is known. A link is the same folder."""
+    """A folder from before the id was written down keeps its own. A link is the same folder."""
     run, copy = tmp_path / "run", tmp_path / "copy"
     first = stable_id(run)
     (run / "wandb_shift").write_text("3")
@@ -184,7 +162,7 @@ def test_a_copy_of_a_folder_has_its_own_id_while_the_first_is_there(tmp_path):
 
 def test_steps_that_are_logged_again_are_not_dropped(fake, sink):
     """A run that goes back, and one that is resumed behind what W&B has: W&B counts on, "step" is ours."""
-    told, s = fake(step=7), sink()  # resumed online: steps up to 6 are there, and the run goes on from 4
+    told, s = fake(step=7), sink()  # resumed online: steps up to 6 are there, and the run continues from 4
     for step in (5, 6):
         s.put(step, {"a": step})
     s.text(6, "sample", "x")
@@ -198,7 +176,7 @@ def test_steps_that_are_logged_again_are_not_dropped(fake, sink):
         (7, 5), (8, 6), (8, 6), (9, 5), (13, 9), (14, 5),
     ]
     assert "dropped" not in [words[0] for words in said]
-    assert ["alert", "name: went back to step 4", "later steps are trained again", "WARN"] in said
+    assert ["alert", "name: rewound to step 4", "later steps are trained again", "WARN"] in said
 
 
 def test_a_start_offline_counts_on_from_where_the_one_before_it_was(fake, sink, tmp_path):
@@ -241,7 +219,7 @@ def test_one_warning_when_it_raises(fake, sink, where):
     s = sink()
     s.put(1, {"a": 1})
     if "finish" not in where:
-        assert until(lambda: s.put(2, {"a": 1}) or s.trouble)
+        assert wait_until(lambda: s.put(2, {"a": 1}) or s.trouble, 10)
         s.put(3, {})
         assert s.dropped >= 1
     s.close()
@@ -258,7 +236,7 @@ def test_secrets_are_not_in_the_warning(fake, sink, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
-def test_blocked_for_ever(fake, sink, where):
+def test_a_wandb_that_never_answers_holds_up_nothing(fake, sink, where):
     """Nothing waits for it but the end, and the end not for long; no process is left."""
     fake(**{where: "time.sleep(1000)"})
     s = sink(max_buffered=10_000)
@@ -272,7 +250,7 @@ def test_blocked_for_ever(fake, sink, where):
     s.close(wait=0.3)
     assert 0.25 < time.monotonic() - begun < 2
     assert "no answer in 0.3 s" in s.warning() and s.warning() is None
-    assert gone(s.child.pid) and (where == "finish" or s.dropped > 0)
+    assert has_ended(s.child.pid) and (where == "finish" or s.dropped > 0)
 
 
 @pytest.mark.slow
@@ -296,7 +274,7 @@ def test_a_killed_run_leaves_no_orphan(fake, tmp_path):
     trainer.wait()
     os.kill(child, signal.SIGCONT)
     trainer.stdout.close()
-    assert until(lambda: gone(child), 15)
+    assert wait_until(lambda: has_ended(child), 15)
 
 
 def test_a_killed_run_is_told_as_failed(fake, sink):
@@ -327,6 +305,6 @@ def test_real_wandb_offline(sink, tmp_path):
     assert s.warning() is None
     (file,) = (tmp_path / "run").glob(f"wandb/offline-run-*/run-{stable_id(tmp_path / 'run')}.wandb")
     written = file.read_bytes()
-    assert b"train/loss" in written and b"1234.25" in written and b"went back to step 1" in written
+    assert b"train/loss" in written and b"1234.25" in written and b"rewound to step 1" in written
     assert f"checkpoint-{stable_id(tmp_path / 'run')}".encode() in written
     assert f"file://{tmp_path}/step_00000003/shard".encode() in written

@@ -39,7 +39,7 @@ def home(tmp_path_factory):
         (["{one}", "--last", "3"], [("one", 2), ("one", 3), ("one", 4)]),
     ],
 )
-def test_by_hand(home, tmp_path, words, steps):
+def test_the_mean_is_that_computed_by_hand(home, tmp_path, words, steps):
     names = {"one": home / "one", "two": home / "two"}
     argv = [word.format(**names) for word in words]
     position = next((index for index, word in enumerate(argv) if word == "--last"), len(argv))
@@ -72,11 +72,11 @@ def test_models_that_compute_otherwise_are_refused_and_others_are_not(home, tmp_
     assert average.main([str(home / "one"), str(home / "dropped"), str(tmp_path / "out")]) == 0
 
 
-def test_what_is_refused(home, tmp_path):
+def test_a_mean_that_cannot_be_is_refused(home, tmp_path):
     one = str(home / "one")
     for argv, words in (
         ([one, str(tmp_path / "out")], "at least two"),
-        ([f"{one}@9", one, str(tmp_path / "out")], "no checkpoint of step 9; it has 1, 2, 3, 4"),
+        ([f"{one}@9", one, str(tmp_path / "out")], "no checkpoint at step 9; it has 1, 2, 3, 4"),
         ([one, one, str(tmp_path)], "exists already"),
         ([one, "--last", "7", str(tmp_path / "out")], "has 4 checkpoints"),
     ):

@@ -14,10 +14,7 @@ from config import ConfigError
 from scripts import generate, prepare_data
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "8")
-LONG = (
-    "--train.seq_len", "64", "--data.split", "80,20", "--train.dtype", "fp32", "--optim.lr", "0.02",
-    "--eval.sample", "8",
-)
+LONG = "--train.seq_len 64 --data.split 80,20 --train.dtype fp32 --optim.lr 0.02 --eval.sample 8".split()
 
 
 def tuned(home, tokenizer, *more):
@@ -42,12 +39,12 @@ def chatml(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """Of a tokenizer without a template."""
+    """A run whose tokenizer has no template."""
     return tuned(tmp_path_factory.mktemp("plain"), "bytes")
 
 
 def lines(capsys, *words):
-    """What scripts.generate prints, and its notes."""
+    """The lines that scripts.generate prints, and its notes."""
     capsys.readouterr()
     assert generate.main([*map(str, words), *GREEDY]) == 0
     told = capsys.readouterr()
@@ -127,7 +124,7 @@ def test_an_answer_ends_where_a_turn_ends(chatml, monkeypatch, capsys):
     assert lines(capsys, chatml, "--chat", "the cat")[0] == ["a mat"]
 
 
-def test_the_plain_format(plain, monkeypatch, capsys):
+def test_the_plain_format_ends_an_answer_where_the_user_would_speak(plain, monkeypatch, capsys):
     """Its marks are text: an answer ends where the user would speak."""
     written = list(b"on a mat\nuser: more") + [1] * 99
     given = []
@@ -159,9 +156,9 @@ def test_control_tokens_of_a_prompt_and_what_is_said_of_them(chatml, plain, caps
 @pytest.mark.parametrize(
     "words, problem",
     [
-        (["--prompt", "a", "--chat", "b"], "--prompt: does not go with --chat"),
-        (["--special", "--chat", "b"], "--special: does not go with --chat"),
-        (["--samples", "2", "--chat", "b"], "--samples: does not go with --chat"),
+        (["--prompt", "a", "--chat", "b"], "--prompt: cannot be used with --chat"),
+        (["--special", "--chat", "b"], "--special: cannot be used with --chat"),
+        (["--samples", "2", "--chat", "b"], "--samples: cannot be used with --chat"),
         (["--system", "a"], "--system: is for --chat"),
         (["--special", "--prompt", "a"], "--special: text spells no control token of the tokenizer bytes"),
         (["--chat", "a" * 9000], "--chat: the conversation has 9018 tokens, and the model's context is"),

@@ -8,10 +8,11 @@ import warnings
 
 import numpy as np
 import pytest
+import run_folder
 
 import scripts.compare.runs
 from config import ConfigError
-from config.reading import dump, phases_of, resolve
+from config.reading import dump, get_phases, resolve
 from plan.count import flops_per_token
 from runtime.goodput import STARTS_FILE, StartRecord
 from scripts.compare import __main__ as command
@@ -42,7 +43,7 @@ def make_run(folder, losses, *, start=0, finished=True, **keys):
     return folder
 
 
-def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
+def test_a_folder_that_is_not_a_run_is_left_out_of_a_pattern(tmp_path, capsys):
     """As of runs/*, where data lies, too. A name of nothing is a mistake, and so is a single folder."""
     first = make_run(tmp_path / "a", [5.0, 4.0])
     (tmp_path / "data").mkdir()
@@ -61,7 +62,7 @@ def test_what_is_no_run_is_left_out_of_a_pattern(tmp_path, capsys):
     ("0.5 web 0.5 code", True), ("5 web 5 code", True), ("0.9 web 0.1 code", False),
 ])
 def test_validation_sets_under_other_weights_are_another_mixture(tmp_path, monkeypatch, second, is_same):
-    """Of the same sets, by their fingerprints."""
+    """The sets are the same by their fingerprints."""
     monkeypatch.setattr(scripts.compare.runs, "read_validation_data", lambda folder: ("w", "c"))
     origins = {"code": (1, ""), "data": (1, "")}
     monkeypatch.setattr(scripts.compare.runs, "read_origins", lambda folder: origins)
@@ -112,10 +113,10 @@ def test_flops_are_counted_phase_by_phase(tmp_path, finished):
     folder = make_run(tmp_path / "r", [5.0, 4.0, 3.0, 2.0], finished=finished, train__phases=phases, **sizes)
     cfg = resolve(None, str(folder / "config.yaml"), [])
     short, long = (flops_per_token(cfg.model, seq_len) for seq_len in (128, 512))
-    begin = phases_of(cfg).all[1].tokens_before  # a whole step's
+    begin = get_phases(cfg).all[1].tokens_before  # a whole step's
     want = [short * min(n, begin) + long * max(n - begin, 0) for n in (100, 200, 300, 400)]
     if finished:
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = run_folder.summary(folder)
         want = [flops * summary["flops"] / want[-1] for flops in want]
     assert read_run(folder).flops == pytest.approx(want, rel=1e-12) and long > 1.05 * short
 
@@ -290,7 +291,7 @@ def test_equal_curves_are_equal_at_equal_tokens_however_long_they_are(tmp_path):
 
 
 def test_a_long_run_keeps_all_its_evaluations(tmp_path):
-    """Of more than 20,000 steps not all rows are read; an evaluation between two that are is still there."""
+    """Above 20,000 steps not all rows are read; an evaluation between two that are is still there."""
     folder = make_run(tmp_path / "a", [3.0] * 20_001)
     evaluations = [json.dumps({"step": step, "val_loss": 3.0, "val_bpb": 1.0}) for step in (2, 10_000)]
     lines = (folder / "metrics.jsonl").read_text()
@@ -336,7 +337,7 @@ def test_the_summary_of_an_earlier_start_is_not_trusted(tmp_path, monkeypatch):
 
     def end_the_run(seconds):
         waits.append(seconds)
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = run_folder.summary(folder)
         (folder / "summary.json").write_text(json.dumps(summary | {"step": 3, "finished": True}))
 
     monkeypatch.setattr(command.time, "sleep", end_the_run)
@@ -407,7 +408,7 @@ def test_losses_of_other_tokens_are_seen_in_phases_and_a_span_that_changes_none_
         (["nowhere"], "nowhere: no run that can be read"),
         (["a", "--out", "x.pdf"], "--out: x.pdf ends in neither .html nor .png"),
         (["a", "--watch", "3"], "--watch: needs --out"),
-        (["a", "b/a"], "two runs are called a"),
+        (["a", "b/a"], "two runs are named a"),
     ],
 )
 def test_what_cannot_be_compared_is_named(tmp_path, monkeypatch, argv, message):

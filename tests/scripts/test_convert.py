@@ -2,7 +2,7 @@
 or one clear line.
 
 The shapes are odd on purpose: 3 key/value heads, 9 heads, a head_dim that is not hidden / heads, vocabularies
-that are no multiple of anything, positions beyond the original context, windows shorter than the sequence.
+of odd sizes, positions beyond the original context, windows shorter than the sequence.
 """
 
 import json
@@ -50,41 +50,21 @@ from train import train_step
 ROOT = Path(__file__).parent.parent.parent
 SEQ = 40
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
 ROPE = {
-    "vocab_size": 211,
-    "hidden_size": 48,
-    "intermediate_size": 100,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 64,
+    "vocab_size": 211, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64,
 }
-LONGROPE = {
-    "type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 3.0, 9.0],
-}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 3.0, 9.0]}
 YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 2.0,
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
     "beta_slow": 0.3,
 }
 LATENT = {
-    **ROPE,
-    "num_key_value_heads": 6,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 6,
-    "first_k_dense_replace": 2,
-    "n_routed_experts": 8,
+    **ROPE, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 2, "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
 DENSE_LATENT = {
@@ -92,38 +72,15 @@ DENSE_LATENT = {
 }
 MIXED_LATENT = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
 GPT2 = {
-    "vocab_size": 203,
-    "n_embd": 36,
-    "n_layer": 2,
-    "n_head": 3,
-    "n_inner": 100,
-    "n_positions": SEQ,
-    "resid_pdrop": 0,
-    "embd_pdrop": 0,
-    "attn_pdrop": 0,
+    "vocab_size": 203, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 100, "n_positions": SEQ,
+    "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
 }
-SIGMOID = {
-    **ROPE,
-    "head_dim": 12,
-    "moe_intermediate_size": 20,
-    "num_experts_per_tok": 3,
-    "pad_token_id": None,  # a padding token would not train
-}
-STEP = {key: value for key, value in SIGMOID.items() if key != "pad_token_id"}
-STATE = {  # beyond the chunks of layers with a state
-    **ROPE,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 160,
-    "pad_token_id": None,
-}
+SIGMOID = {**ROPE, "head_dim": 12, "moe_intermediate_size": 20, "num_experts_per_tok": 3}
+# sequences longer than a chunk of a layer with a state
+STATE = {**ROPE, "num_hidden_layers": 3, "max_position_embeddings": 160}
 MAMBA_STATE = {
-    **STATE,
-    "mamba_n_heads": 8,
-    "mamba_d_state": 10,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 0.7,
-    "embedding_multiplier": 5.0,
-    "residual_multiplier": 0.3,
+    **STATE, "mamba_n_heads": 8, "mamba_d_state": 10, "attention_multiplier": 0.2, "logits_scaling": 0.7,
+    "embedding_multiplier": 5.0, "residual_multiplier": 0.3,
 }
 NEMOTRON_H = {
     **{key: value for key, value in STATE.items() if key != "num_hidden_layers"},
@@ -134,13 +91,8 @@ NEMOTRON_H = {
     "ssm_state_size": 12,
 }
 DELTA = {
-    **STATE,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
+    **STATE, "num_hidden_layers": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
 }
 EVEN_DELTA = {  # with as many channels of keys as of values: else transformers saves convolutions badly cut
@@ -149,24 +101,13 @@ EVEN_DELTA = {  # with as many channels of keys as of values: else transformers 
     "linear_value_head_dim": 6,
 }
 KIMI = {
-    **STATE,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 6,
-    "layer_types": ["linear_attention", "full_attention"],
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 6,
-    "linear_num_heads": 3,
-    "linear_head_dim": 10,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
+    **STATE, "num_hidden_layers": 2, "num_key_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8, "v_head_dim": 6, "linear_num_heads": 3, "linear_head_dim": 10,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
 }
 SHARED_EXPERT = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 20,
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 20,
 }
 FULL_LAYERS = ["full_attention", "full_attention"]
@@ -175,705 +116,385 @@ CASES = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": None}),
     "llama2": ("Llama", {**ROPE, "rms_norm_eps": 1e-5}),
-    "llama3.1-9heads": (
-        "Llama",
-        {
-            **ROPE,
-            "hidden_size": 72,
-            "num_attention_heads": 9,
-            "head_dim": 10,
-            "rope_theta": 5e5,
-            "rope_scaling": LLAMA3,
-        },
-    ),
-    "llama3.2-tied": (
-        "Llama",
-        {**ROPE, "rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
-    ),
+    "llama3.1-9heads": ("Llama", {
+        **ROPE, "hidden_size": 72, "num_attention_heads": 9, "head_dim": 10, "rope_theta": 5e5,
+        "rope_scaling": LLAMA3,
+    }),
+    "llama3.2-tied": ("Llama", {
+        **ROPE, "rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True,
+    }),
     "llama-biased": ("Llama", {**ROPE, "attention_bias": True, "mlp_bias": True}),
     "llama-biased-attention": ("Llama", {**ROPE, "attention_bias": True}),
     "llama-biased-mlp": ("Llama", {**ROPE, "mlp_bias": True}),
     "mistral": ("Mistral", {**ROPE, "hidden_size": 50, "head_dim": 14, "sliding_window": 7}),
     "mistral-nowindow": ("Mistral", {**ROPE, "sliding_window": None}),
-    "qwen2.5-tied": (
-        "Qwen2",
-        {
-            **ROPE,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-            "use_sliding_window": False,
-            "sliding_window": 5,
-            "max_window_layers": 1,
+    "qwen2.5-tied": ("Qwen2", {
+        **ROPE, "rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False,
+        "sliding_window": 5, "max_window_layers": 1,
+    }),
+    "qwen2-two-windows": ("Qwen2", {
+        **ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+    }),
+    "ernie4.5": ("Ernie4_5", {**ROPE, "head_dim": 10}),
+    "ernie4.5-biased": ("Ernie4_5", {**ROPE, "head_dim": 10, "use_bias": True, "tie_word_embeddings": False}),
+    "glm4.5": ("Glm4Moe", {
+        **SIGMOID, **GROUPED, "head_dim": 16, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0,
+    }),
+    "glm4.5-air": ("Glm4Moe", {
+        **SIGMOID, **GROUPED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True,
+        "partial_rotary_factor": 0.25, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
+    }),
+    "minimax-m2": ("MiniMaxM2", {
+        **ROPE, "head_dim": 16, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "partial_rotary_factor": 0.5,
+    }),
+    "gemma": ("Gemma", {**ROPE, "head_dim": 10}),
+    "gemma2": ("Gemma2", {
+        **ROPE, "head_dim": 10, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12,
+        "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5,
+    }),
+    "gemma2-uncapped": ("Gemma2", {
+        **ROPE, "head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 10, "attention_bias": True,
+        "final_logit_softcapping": None, "attn_logit_softcapping": None,
+        "layer_types": ["sliding_attention", "sliding_attention"], "tie_word_embeddings": False,
+    }),
+    "gemma3": ("Gemma3Text", {
+        **ROPE, "head_dim": 10, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
-    ),
-    "qwen2-two-windows": (
-        "Qwen2",
-        {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    "ernie4.5": ("Ernie4_5", {**ROPE, "head_dim": 10, "pad_token_id": None}),
-    "ernie4.5-biased": (
-        "Ernie4_5",
-        {**ROPE, "head_dim": 10, "use_bias": True, "tie_word_embeddings": False, "pad_token_id": None},
-    ),
-    "glm4.5": (
-        "Glm4Moe",
-        {**SIGMOID, **GROUPED, "head_dim": 16, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
-    ),
-    "glm4.5-air": (
-        "Glm4Moe",
-        {
-            **SIGMOID, **GROUPED, "head_dim": 16, "attention_bias": True, "use_qk_norm": True,
-            "partial_rotary_factor": 0.25, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0,
+    }),
+    "gemma3-1b": ("Gemma3Text", {**ROPE, "head_dim": 16, "num_hidden_layers": 7, "sliding_window": 5}),
+    "olmo2": ("Olmo2", ROPE),
+    "olmo2-biased": ("Olmo2", {**ROPE, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3", {
+        **ROPE, "num_hidden_layers": 4, "sliding_window": 5, "rope_parameters": {
+            "full_attention": {**YARN, "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
         },
-    ),
-    "minimax-m2": (
-        "MiniMaxM2",
-        {
-            **ROPE, "head_dim": 16, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 2,
-            "partial_rotary_factor": 0.5, "pad_token_id": None,
-        },
-    ),
-    "gemma": ("Gemma", {**ROPE, "head_dim": 10, "pad_token_id": None}),
-    "gemma2": (
-        "Gemma2",
-        {
-            **ROPE, "head_dim": 10, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12,
-            "final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.5, "pad_token_id": None,
-        },
-    ),
-    "gemma2-uncapped": (
-        "Gemma2",
-        {
-            **ROPE, "head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 10, "attention_bias": True,
-            "final_logit_softcapping": None, "attn_logit_softcapping": None, "pad_token_id": None,
-            "layer_types": ["sliding_attention", "sliding_attention"], "tie_word_embeddings": False,
-        },
-    ),
-    "gemma3": (
-        "Gemma3Text",
-        {
-            **ROPE, "head_dim": 10, "num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 12,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "pad_token_id": None,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
-    "gemma3-1b": (
-        "Gemma3Text",
-        {**ROPE, "head_dim": 16, "num_hidden_layers": 7, "sliding_window": 5, "pad_token_id": None},
-    ),
-    "olmo2": ("Olmo2", {**ROPE, "pad_token_id": None}),
-    "olmo2-biased": (
-        "Olmo2", {**ROPE, "attention_bias": True, "tie_word_embeddings": True, "pad_token_id": None},
-    ),
-    "olmo3": (
-        "Olmo3",
-        {
-            **ROPE, "num_hidden_layers": 4, "sliding_window": 5, "pad_token_id": None,
-            "rope_parameters": {
-                "full_attention": {**YARN, "rope_theta": 500000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
-            },
-        },
-    ),
-    "granite": (
-        "Granite",
-        {
-            **ROPE, "attention_multiplier": 0.2, "logits_scaling": 13.0, "embedding_multiplier": 5.0,
-            "residual_multiplier": 0.3, "tie_word_embeddings": True,
-        },
-    ),
+    }),
+    "granite": ("Granite", {
+        **ROPE, "attention_multiplier": 0.2, "logits_scaling": 13.0, "embedding_multiplier": 5.0,
+        "residual_multiplier": 0.3, "tie_word_embeddings": True,
+    }),
     "arcee": ("Arcee", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
     "arcee-biased": ("Arcee", {**ROPE, "attention_bias": True, "mlp_bias": True}),
-    "apertus": (
-        "Apertus",
-        {**ROPE, "rope_scaling": {**LLAMA3, "rope_theta": 5e5}, "dtype": torch.float32, "pad_token_id": None},
-    ),
-    "apertus-biased": (
-        "Apertus",
-        {
-            **ROPE, "attention_bias": True, "tie_word_embeddings": True, "dtype": torch.float32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "pad_token_id": None,
-        },
-    ),
+    "apertus": ("Apertus", {**ROPE, "rope_scaling": {**LLAMA3, "rope_theta": 5e5}, "dtype": torch.float32}),
+    "apertus-biased": ("Apertus", {
+        **ROPE, "attention_bias": True, "tie_word_embeddings": True, "dtype": torch.float32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }),
     "nemotron": ("Nemotron", {**ROPE, "partial_rotary_factor": 0.5}),
-    "cohere": ("Cohere", {**ROPE, "logit_scale": 0.3, "pad_token_id": None}),
-    "cohere2": (
-        "Cohere2",
-        {**ROPE, "num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.3, "pad_token_id": None},
-    ),
-    "glm": ("Glm", {**ROPE, "head_dim": 16, "pad_token_id": None}),
-    "glm4-0414": ("Glm4", {**ROPE, "head_dim": 16, "pad_token_id": None}),
+    "cohere": ("Cohere", {**ROPE, "logit_scale": 0.3}),
+    "cohere2": ("Cohere2", {**ROPE, "num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.3}),
+    "glm": ("Glm", {**ROPE, "head_dim": 16}),
+    "glm4-0414": ("Glm4", {**ROPE, "head_dim": 16}),
     "exaone4": ("Exaone4", {**ROPE, "head_dim": 10, "num_hidden_layers": 4, "sliding_window": 5}),
-    "exaone4-full": (
-        "Exaone4",
-        {**ROPE, "sliding_window": None, "rope_scaling": LLAMA3, "layer_types": FULL_LAYERS},
-    ),
-    "hunyuan-v1": (
-        "HunYuanDenseV1",
-        {
-            **ROPE, "head_dim": 10, "rope_scaling": {"type": "dynamic", "alpha": 30.0, "factor": 1.0},
-            "attention_bias": True, "pad_token_id": None,
+    "exaone4-full": ("Exaone4", {
+        **ROPE, "sliding_window": None, "rope_scaling": LLAMA3, "layer_types": FULL_LAYERS,
+    }),
+    "hunyuan-v1": ("HunYuanDenseV1", {
+        **ROPE, "head_dim": 10, "rope_scaling": {"type": "dynamic", "alpha": 30.0, "factor": 1.0},
+        "attention_bias": True,
+    }),
+    "hunyuan-v1-moe": ("HunYuanMoEV1", {**ROPE, "head_dim": 10, "num_experts": 6, "moe_topk": [2, 2]}),
+    "ernie4.5-moe": ("Ernie4_5_Moe", {
+        **ROPE, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20,
+        "moe_layer_start_index": 1, "moe_layer_interval": 2,
+    }),
+    "trinity": ("Afmoe", {
+        **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 5,
+        "route_scale": 1.7, "mup_enabled": True,
+    }),
+    "nanochat": ("NanoChat", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
+    "nanochat-biased": ("NanoChat", {
+        **ROPE, "num_key_value_heads": 1, "attention_bias": True, "final_logit_softcapping": None,
+        "tie_word_embeddings": True,
+    }),
+    "laguna": ("Laguna", {
+        **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "shared_expert_intermediate_size": 40,
+        "sliding_window": 5, "num_attention_heads_per_layer": [6, 9, 9, 6], "gating": "per-element",
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "moe_routed_scaling_factor": 1.7, "rope_parameters": {
+            "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
-    ),
-    "hunyuan-v1-moe": (
-        "HunYuanMoEV1",
-        {**ROPE, "head_dim": 10, "num_experts": 6, "moe_topk": [2, 2], "pad_token_id": None},
-    ),
-    "ernie4.5-moe": (
-        "Ernie4_5_Moe",
-        {
-            **ROPE, "num_hidden_layers": 4, "moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 20,
-            "moe_layer_start_index": 1, "moe_layer_interval": 2, "pad_token_id": None,
+    }),
+    "laguna-heads": ("Laguna", {
+        **SIGMOID, "num_experts": 8, "shared_expert_intermediate_size": 20, "head_dim": 16,
+    }),
+    "mimo-v2": ("MiMoV2Flash", {
+        **SIGMOID, "head_dim": 18, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+        "num_hidden_layers": 4, "sliding_window": 5, "attention_bias": True, "num_attention_heads": 12,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "routed_scaling_factor": 1.7,
+    }),
+    "mimo-v2-sliding": ("MiMoV2Flash", {
+        **SIGMOID, "head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "sliding_window": 5,
+        "attention_value_scale": None, "layer_types": ["sliding_attention"] * 2, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4},
         },
-    ),
-    "trinity": (
-        "Afmoe",
-        {
-            **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "num_shared_experts": 2, "sliding_window": 5,
-            "route_scale": 1.7, "mup_enabled": True,
-        },
-    ),
-    "nanochat": ("NanoChat", {**ROPE, "head_dim": 10, "rope_scaling": YARN, "pad_token_id": None}),
-    "nanochat-biased": (
-        "NanoChat",
-        {
-            **ROPE, "num_key_value_heads": 1, "attention_bias": True, "final_logit_softcapping": None,
-            "tie_word_embeddings": True, "pad_token_id": None,
-        },
-    ),
-    "laguna": (
-        "Laguna",
-        {
-            **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "shared_expert_intermediate_size": 40,
-            "sliding_window": 5, "num_attention_heads_per_layer": [6, 9, 9, 6], "gating": "per-element",
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            "moe_routed_scaling_factor": 1.7, "rope_parameters": {
-                "full_attention": {**YARN, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+    }),
+    "step3.7": ("Step3p7", {
+        "vision_config": convert.MIN_VISION_TENSORS, "text_config": {
+            **SIGMOID, "num_hidden_layers": 6, "n_routed_experts": 8, "share_expert_dim": 40,
+            "layer_types": [*["full_attention", *["sliding_attention"] * 2] * 2], "sliding_window": 5,
+            "num_sliding_attention_heads": 9, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4,
+            "moe_router_scaling_factor": 1.7, "query_pre_attn_scalar": 20, "rope_parameters": {
+                "full_attention": {**LLAMA3, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
+            "swiglu_limits": [0.0, None, 0.03, None, 0.0, 0.04],
+            "swiglu_limits_shared": [0.0, 0.05, None, 0.06, None, 0.05],
         },
-    ),
-    "laguna-heads": (
-        "Laguna",
-        {**SIGMOID, "num_experts": 8, "shared_expert_intermediate_size": 20, "head_dim": 16},
-    ),
-    "mimo-v2": (
-        "MiMoV2Flash",
-        {
-            **SIGMOID, "head_dim": 18, "v_head_dim": 10, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
-            "num_hidden_layers": 4, "sliding_window": 5, "attention_bias": True, "num_attention_heads": 12,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            "routed_scaling_factor": 1.7,
+    }),
+    "step3.7-sliding": ("Step3p7", {
+        "vision_config": convert.MIN_VISION_TENSORS, "tie_word_embeddings": True, "text_config": {
+            **SIGMOID, "n_routed_experts": 4, "num_experts_per_tok": 2, "share_expert_dim": 20,
+            "layer_types": ["sliding_attention"] * 3, "sliding_window": 7, "moe_layers_enum": "1,2,3",
+            "num_hidden_layers": 3, "attention_other_setting": {"num_attention_heads": 3},
+            "rope_theta": [1e3] * 3, "partial_rotary_factors": [0.5] * 3, "tie_word_embeddings": True,
         },
-    ),
-    "mimo-v2-sliding": (
-        "MiMoV2Flash",
-        {
-            **SIGMOID, "head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "sliding_window": 5,
-            "attention_value_scale": None, "layer_types": ["sliding_attention"] * 2, "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-                "sliding_attention": {
-                    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.4,
-                },
-            },
-        },
-    ),
-    "step3.7": (
-        "Step3p7",
-        {
-            "vision_config": convert.LEAST_VISION, "text_config": {
-                **STEP, "num_hidden_layers": 6, "n_routed_experts": 8, "share_expert_dim": 40,
-                "layer_types": [*["full_attention", *["sliding_attention"] * 2] * 2], "sliding_window": 5,
-                "num_sliding_attention_heads": 9, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 4,
-                "moe_router_scaling_factor": 1.7, "query_pre_attn_scalar": 20, "rope_parameters": {
-                    "full_attention": {**LLAMA3, "rope_theta": 5e5, "partial_rotary_factor": 0.5},
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                },
-                "swiglu_limits": [0.0, None, 0.03, None, 0.0, 0.04],
-                "swiglu_limits_shared": [0.0, 0.05, None, 0.06, None, 0.05],
-            },
-        },
-    ),
-    "step3.7-sliding": (
-        "Step3p7",
-        {
-            "vision_config": convert.LEAST_VISION, "tie_word_embeddings": True, "text_config": {
-                **STEP, "n_routed_experts": 4, "num_experts_per_tok": 2, "share_expert_dim": 20,
-                "layer_types": ["sliding_attention"] * 3, "sliding_window": 7, "moe_layers_enum": "1,2,3",
-                "num_hidden_layers": 3, "attention_other_setting": {"num_attention_heads": 3},
-                "rope_theta": [1e3] * 3, "partial_rotary_factors": [0.5] * 3, "tie_word_embeddings": True,
-            },
-        },
-    ),
-    "k-exaone": (
-        "ExaoneMoe",
-        {
-            **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "n_group": 4, "topk_group": 2,
-            "sliding_window": 5,
-        },
-    ),
-    "gpt-oss": (
-        "GptOss",
-        {
-            **ROPE, "head_dim": 10, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 3,
-            "sliding_window": 5, "rope_scaling": {**YARN, "truncate": False}, "rope_theta": 1000.0,
-            "pad_token_id": None,
-        },
-    ),
-    "gpt-oss-unbiased": (
-        "GptOss",
-        {
-            **ROPE, "num_hidden_layers": 3, "intermediate_size": 20, "num_local_experts": 4,
-            "num_experts_per_tok": 2, "sliding_window": 7, "attention_bias": False, "head_dim": 8,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "rope_scaling": {"rope_type": "default"}, "rope_theta": 5000.0, "pad_token_id": None,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "llama4": (
-        "Llama4Text",
-        {
-            **ROPE, "head_dim": 10, "num_hidden_layers": 5, "intermediate_size": 20,
-            "intermediate_size_mlp": 36, "num_local_experts": 6, "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.7, "rope_theta": 1000.0,
-            "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.0},
-            "pad_token_id": None,
-        },
-    ),
-    "llama4-two-experts": (
-        "Llama4Text",
-        {
-            **ROPE, "num_hidden_layers": 4, "intermediate_size": 20, "intermediate_size_mlp": 36,
-            "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_layers": [2, 3],
-            "no_rope_layers": [1, 0, 0, 1], "attention_chunk_size": None, "use_qk_norm": False,
-            "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True,
-            "pad_token_id": None,
-        },
-    ),
-    "granite-swa": (
-        "GraniteSWA",
-        {
-            **ROPE, "num_hidden_layers": 5, "sliding_window": 5, "layer_rope_theta": [0, 1e4, 1e4, 1e4, 0],
-            "attention_multiplier": 0.2, "logits_scaling": 13.0, "embedding_multiplier": 5.0,
-            "residual_multiplier": 0.3, "mlp_bias": True, "attention_bias": True,
-        },
-    ),
-    "granite-moe-swa": (
-        "GraniteMoeSWA",
-        {
-            **ROPE, "num_hidden_layers": 3, "sliding_window": 5, "shared_intermediate_size": 200,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3,
-        },
-    ),
-    "granite-moe": (
-        "GraniteMoe",
-        {
-            **ROPE, "attention_multiplier": 0.2, "logits_scaling": 0.7, "embedding_multiplier": 5.0,
-            "residual_multiplier": 0.3, "num_local_experts": 6, "num_experts_per_tok": 3,
-        },
-    ),
-    "granite-hybrid": (
-        "GraniteMoeHybrid",
-        {
-            **MAMBA_STATE, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
-            "shared_intermediate_size": 44, "time_step_limit": [1.3, float("inf")], "mamba_n_groups": 2,
-        },
-    ),
-    "granite-hybrid-moe": (
-        "GraniteMoeHybrid",
-        {
-            **MAMBA_STATE, "layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 6,
-            "num_experts_per_tok": 3, "intermediate_size": 20, "shared_intermediate_size": 40,
-            "position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True,
-        },
-    ),
+    }),
+    "k-exaone": ("ExaoneMoe", {
+        **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "n_group": 4, "topk_group": 2,
+        "sliding_window": 5,
+    }),
+    "gpt-oss": ("GptOss", {
+        **ROPE, "head_dim": 10, "intermediate_size": 20, "num_local_experts": 6, "num_experts_per_tok": 3,
+        "sliding_window": 5, "rope_scaling": {**YARN, "truncate": False}, "rope_theta": 1000.0,
+    }),
+    "gpt-oss-unbiased": ("GptOss", {
+        **ROPE, "num_hidden_layers": 3, "intermediate_size": 20, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 7, "attention_bias": False, "head_dim": 8,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "rope_scaling": {"rope_type": "default"}, "rope_theta": 5000.0, "tie_word_embeddings": True,
+    }),
+    "llama4": ("Llama4Text", {
+        **ROPE, "head_dim": 10, "num_hidden_layers": 5, "intermediate_size": 20, "intermediate_size_mlp": 36,
+        "num_local_experts": 6, "interleave_moe_layer_step": 2, "attention_chunk_size": 7, "floor_scale": 5,
+        "attn_scale": 0.7, "rope_theta": 1000.0,
+        "rope_scaling": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.0},
+    }),
+    "llama4-two-experts": ("Llama4Text", {
+        **ROPE, "num_hidden_layers": 4, "intermediate_size": 20, "intermediate_size_mlp": 36, "head_dim": 8,
+        "num_local_experts": 5, "num_experts_per_tok": 2, "moe_layers": [2, 3],
+        "no_rope_layers": [1, 0, 0, 1], "attention_chunk_size": None, "use_qk_norm": False,
+        "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True,
+    }),
+    "granite-swa": ("GraniteSWA", {
+        **ROPE, "num_hidden_layers": 5, "sliding_window": 5, "layer_rope_theta": [0, 1e4, 1e4, 1e4, 0],
+        "attention_multiplier": 0.2, "logits_scaling": 13.0, "embedding_multiplier": 5.0,
+        "residual_multiplier": 0.3, "mlp_bias": True, "attention_bias": True,
+    }),
+    "granite-moe-swa": ("GraniteMoeSWA", {
+        **ROPE, "num_hidden_layers": 3, "sliding_window": 5, "shared_intermediate_size": 200,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attention_multiplier": 0.2, "num_local_experts": 6, "num_experts_per_tok": 3,
+    }),
+    "granite-moe": ("GraniteMoe", {
+        **ROPE, "attention_multiplier": 0.2, "logits_scaling": 0.7, "embedding_multiplier": 5.0,
+        "residual_multiplier": 0.3, "num_local_experts": 6, "num_experts_per_tok": 3,
+    }),
+    "granite-hybrid": ("GraniteMoeHybrid", {
+        **MAMBA_STATE, "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0,
+        "shared_intermediate_size": 44, "time_step_limit": [1.3, float("inf")], "mamba_n_groups": 2,
+    }),
+    "granite-hybrid-moe": ("GraniteMoeHybrid", {
+        **MAMBA_STATE, "layer_types": ["mamba", "mamba", "attention"], "num_local_experts": 6,
+        "num_experts_per_tok": 3, "intermediate_size": 20, "shared_intermediate_size": 40,
+        "position_embedding_type": "rope", "tie_word_embeddings": True, "attention_bias": True,
+    }),
     "nemotron-h": ("NemotronH", {**NEMOTRON_H, "hybrid_override_pattern": "M-M*-"}),
-    "nemotron-h-moe": (
-        "NemotronH",
-        {
-            **NEMOTRON_H, "hybrid_override_pattern": "MEM*E", "n_routed_experts": 8, "n_group": 2,
-            "num_experts_per_tok": 3, "moe_intermediate_size": 20, "topk_group": 2,
-            "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5, "time_step_min": 0.3,
+    "nemotron-h-moe": ("NemotronH", {
+        **NEMOTRON_H, "hybrid_override_pattern": "MEM*E", "n_routed_experts": 8, "n_group": 2,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 20, "topk_group": 2,
+        "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.5, "time_step_min": 0.3,
+    }),
+    "ministral3": ("Ministral3", {
+        **ROPE, "head_dim": 14, "rope_parameters": {
+            **YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
         },
-    ),
-    "ministral3": (
-        "Ministral3",
-        {
-            **ROPE, "head_dim": 14, "pad_token_id": None,
-            "rope_parameters": {
-                **YARN, "rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
-            },
+    }),
+    "mistral4": ("Mistral4", {
+        **LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "num_experts_per_tok": 3,
+        "n_shared_experts": 2, "routed_scaling_factor": 1.3, "rope_parameters": {
+            **YARN, "rope_theta": 1e5, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
         },
-    ),
-    "mistral4": (
-        "Mistral4",
-        {
-            **LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "num_experts_per_tok": 3,
-            "n_shared_experts": 2, "routed_scaling_factor": 1.3, "pad_token_id": None, "rope_parameters": {
-                **YARN, "rope_theta": 1e5, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
-            },
-        },
-    ),
-    "mistral4-halves": (
-        "Mistral4",
-        {
-            **MIXED_LATENT, "moe_intermediate_size": 20, "norm_topk_prob": False, "rope_interleave": False,
-            "q_lora_rank": None, "pad_token_id": None, "rope_parameters": {
-                **YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.3,
-            },
-        },
-    ),
-    "smollm3": ("SmolLM3", {**ROPE, "no_rope_layer_interval": 2, "pad_token_id": None}),
-    "ministral": (
-        "Ministral",
-        {**ROPE, "head_dim": 14, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "cwm": (
-        "Cwm",
-        {**ROPE, "head_dim": 14, "sliding_window": 5, "rope_scaling": LLAMA3, "eos_token_id": 2},
-    ),
-    "qwen2-window": (
-        "Qwen2",
-        {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
-    ),
-    "qwen3-tied": (
-        "Qwen3",
-        {
-            **ROPE,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 26,
-            "rope_theta": 1e6,
-            "tie_word_embeddings": True,
-        },
-    ),
+    }),
+    "mistral4-halves": ("Mistral4", {
+        **MIXED_LATENT, "moe_intermediate_size": 20, "norm_topk_prob": False, "rope_interleave": False,
+        "q_lora_rank": None,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.3},
+    }),
+    "smollm3": ("SmolLM3", {**ROPE, "no_rope_layer_interval": 2}),
+    "ministral": ("Ministral", {
+        **ROPE, "head_dim": 14, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "cwm": ("Cwm", {**ROPE, "head_dim": 14, "sliding_window": 5, "rope_scaling": LLAMA3, "eos_token_id": 2}),
+    "qwen2-window": ("Qwen2", {
+        **ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0,
+    }),
+    "qwen3-tied": ("Qwen3", {
+        **ROPE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }),
     "qwen3": ("Qwen3", {**ROPE, "head_dim": 10}),
     "mixtral": ("Mixtral", {**ROPE, "num_local_experts": 6, "num_experts_per_tok": 2}),
-    "mixtral-window": (
-        "Mixtral",
-        {
-            **ROPE,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 3,
-            "sliding_window": 7,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen2-moe": (
-        "Qwen2Moe",
-        {
-            **ROPE,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "shared_expert_intermediate_size": 60,
-        },
-    ),
-    "qwen2-moe-sparse": (
-        "Qwen2Moe",
-        {
-            **ROPE,
-            "num_hidden_layers": 4,
-            "num_experts": 6,
-            "moe_intermediate_size": 20,
-            "shared_expert_intermediate_size": 40,
-            "decoder_sparse_step": 2,
-            "norm_topk_prob": True,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {
-            **ROPE,
-            "head_dim": 10,
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "norm_topk_prob": True,
-        },
-    ),
-    "qwen3-moe-first-dense": (
-        "Qwen3Moe",
-        {
-            **ROPE,
-            "head_dim": 10,
-            "num_experts": 7,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "mlp_only_layers": [0],
-        },
-    ),
-    "olmoe": (
-        "Olmoe",
-        {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None},
-    ),  # a padding token would not train
-    "dots1": (
-        "Dots1",
-        {
-            **ROPE,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 20,
-            "n_group": 4,
-            "topk_group": 2,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "sliding_window": None,
-            "head_dim": 12,
-        },
-    ),
+    "mixtral-window": ("Mixtral", {
+        **ROPE, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7,
+        "tie_word_embeddings": True,
+    }),
+    "qwen2-moe": ("Qwen2Moe", {
+        **ROPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 60,
+    }),
+    "qwen2-moe-sparse": ("Qwen2Moe", {
+        **ROPE, "num_hidden_layers": 4, "num_experts": 6, "moe_intermediate_size": 20,
+        "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+    }),
+    "qwen3-moe": ("Qwen3Moe", {
+        **ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+    }),
+    "qwen3-moe-first-dense": ("Qwen3Moe", {
+        **ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "mlp_only_layers": [0],
+    }),
+    "olmoe": ("Olmoe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3}),
+    "dots1": ("Dots1", {
+        **ROPE, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None, "head_dim": 12,
+    }),
     "qwen3-yarn": ("Qwen3", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
     "qwen2-yarn-factor": ("Qwen2", {**ROPE, "rope_scaling": {**YARN, "attention_factor": 1.3}}),
-    "deepseek-v2-dense": (
-        "DeepseekV2",
-        {**LATENT, "q_lora_rank": None, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
-    ),
-    "deepseek-v3-dense": (
-        "DeepseekV3",
-        {**LATENT, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
-    ),
+    "deepseek-v2-dense": ("DeepseekV2", {
+        **LATENT, "q_lora_rank": None, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9},
+    }),
+    "deepseek-v3-dense": ("DeepseekV3", {
+        **LATENT, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }),
     "deepseek-v3-halves": ("DeepseekV3", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
-    "deepseek-v2": (
-        "DeepseekV2",
-        {
-            **LATENT,
-            "q_lora_rank": None,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 20,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
-            "routed_scaling_factor": 1.5,
-            "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    "deepseek-v2": ("DeepseekV2", {
+        **LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "moe_intermediate_size": 20,
+        "n_shared_experts": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
+        "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    }),
+    "deepseek-v2-groups": ("DeepseekV2", {
+        **LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 20, "n_shared_experts": 1,
+        "num_experts_per_tok": 3, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+    }),
+    "deepseek-v3": ("DeepseekV3", {
+        **LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_shared_experts": 1,
+        "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }),
+    "deepseek-v3-step": ("DeepseekV3", {  # YaRN without a ramp, as Kimi K2 has it
+        **LATENT, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 20,
+        "n_group": 1, "topk_group": 1, "rope_scaling": {
+            **YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         },
-    ),
-    "deepseek-v2-groups": (
-        "DeepseekV2",
-        {
-            **LATENT,
-            "first_k_dense_replace": 0,
-            "moe_intermediate_size": 20,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 3,
-            "topk_method": "group_limited_greedy",
-            "n_group": 4,
-            "topk_group": 2,
-        },
-    ),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            **LATENT,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 20,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
-        },
-    ),
-    "deepseek-v3-step": (  # YaRN without a ramp, as Kimi K2 has it
-        "DeepseekV3",
-        {
-            **LATENT,
-            "num_hidden_layers": 3,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 20,
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_scaling": {
-                **YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-            },
-        },
-    ),
-    "lfm2": (
-        "Lfm2",
-        {**STATE, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
-    ),
-    "lfm2-untied": (
-        "Lfm2",
-        {
-            **STATE, "full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "lfm2-moe": (
-        "Lfm2Moe",
-        {
-            **STATE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1,
-            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
-        },
-    ),
-    "lfm2-moe-unbiased": (
-        "Lfm2Moe",
-        {
-            **STATE, "layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 1,
-            "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
-            "use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5,
-        },
-    ),
+    }),
+    "lfm2": ("Lfm2", {**STATE, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "lfm2-untied": ("Lfm2", {
+        **STATE, "full_attn_idxs": [2], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    }),
+    "lfm2-moe": ("Lfm2Moe", {
+        **STATE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+    }),
+    "lfm2-moe-unbiased": ("Lfm2Moe", {
+        **STATE, "layer_types": ["full_attention", "conv", "conv"], "num_dense_layers": 1, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 20, "use_expert_bias": False,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.5,
+    }),
     "qwen3-next": ("Qwen3Next", {**DELTA, **SHARED_EXPERT, "shared_expert_intermediate_size": 40}),
-    "qwen3-next-mixed": (
-        "Qwen3Next",
-        {
-            **DELTA, **SHARED_EXPERT, "decoder_sparse_step": 2, "norm_topk_prob": False,
-            "linear_num_key_heads": 4, "partial_rotary_factor": 0.5, "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3.5": (
-        "Qwen3_5Text", {**DELTA, "layer_types": None, "full_attention_interval": 2, "rope_theta": 1e7}
-    ),
+    "qwen3-next-mixed": ("Qwen3Next", {
+        **DELTA, **SHARED_EXPERT, "decoder_sparse_step": 2, "norm_topk_prob": False,
+        "linear_num_key_heads": 4, "partial_rotary_factor": 0.5, "tie_word_embeddings": True,
+    }),
+    "qwen3.5": ("Qwen3_5Text", {
+        **DELTA, "layer_types": None, "full_attention_interval": 2, "rope_theta": 1e7,
+    }),
     "qwen3.5-moe": ("Qwen3_5MoeText", {**DELTA, **SHARED_EXPERT}),
-    "olmo-hybrid": (
-        "OlmoHybrid",
-        {**EVEN_DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
-    ),
+    "olmo-hybrid": ("OlmoHybrid", {
+        **EVEN_DELTA, "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    }),
     "kimi-linear": ("KimiLinear", KIMI),
-    "kimi-linear-ranks": (
-        "KimiLinear",
-        {
-            **KIMI, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 2,
-            "norm_topk_prob": False,
-        },
-    ),
-    "olmo-hybrid-rotated": (
-        "OlmoHybrid",
-        {
-            **EVEN_DELTA, "linear_allow_neg_eigval": False, "attention_bias": True, "rope_theta": 5e5,
-            "rms_norm_eps": 1e-4,
-        },
-    ),
-    "seed-oss": (
-        "SeedOss",
-        {
-            **ROPE,
-            "num_attention_heads": 5,
-            "num_key_value_heads": 1,
-            "head_dim": 12,
-            "attention_out_bias": True,
-            "mlp_bias": True,
-            "pad_token_id": None,
-        },
-    ),
-    "seed-oss-biased-output": ("SeedOss", {**ROPE, "attention_out_bias": True, "pad_token_id": None}),
-    "seed-oss-biased-mlp": ("SeedOss", {**ROPE, "mlp_bias": True, "pad_token_id": None}),
-    "seed-oss-36b": ("SeedOss", {**ROPE, "head_dim": 12, "rope_theta": 1e7, "pad_token_id": None}),
+    "kimi-linear-ranks": ("KimiLinear", {
+        **KIMI, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 2,
+        "norm_topk_prob": False,
+    }),
+    "olmo-hybrid-rotated": ("OlmoHybrid", {
+        **EVEN_DELTA, "linear_allow_neg_eigval": False, "attention_bias": True, "rope_theta": 5e5,
+        "rms_norm_eps": 1e-4,
+    }),
+    "seed-oss": ("SeedOss", {
+        **ROPE, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 12,
+        "attention_out_bias": True, "mlp_bias": True,
+    }),
+    "seed-oss-biased-output": ("SeedOss", {**ROPE, "attention_out_bias": True}),
+    "seed-oss-biased-mlp": ("SeedOss", {**ROPE, "mlp_bias": True}),
+    "seed-oss-36b": ("SeedOss", {**ROPE, "head_dim": 12, "rope_theta": 1e7}),
     "starcoder2": ("Starcoder2", {**ROPE, "sliding_window": 7}),
-    "starcoder2-untied": (
-        "Starcoder2",
-        {**ROPE, "tie_word_embeddings": False, "norm_epsilon": 1e-3, "rope_scaling": YARN},
-    ),
-    "solar-open": (
-        "SolarOpen",
-        {**SIGMOID, **GROUPED, "rope_scaling": YARN, "routed_scaling_factor": 1.5},
-    ),
-    "solar-open-biased": (
-        "SolarOpen",
-        {**SIGMOID, "n_routed_experts": 8, "attention_bias": True, "norm_topk_prob": False},
-    ),
+    "starcoder2-untied": ("Starcoder2", {
+        **ROPE, "tie_word_embeddings": False, "norm_epsilon": 1e-3, "rope_scaling": YARN,
+    }),
+    "solar-open": ("SolarOpen", {**SIGMOID, **GROUPED, "rope_scaling": YARN, "routed_scaling_factor": 1.5}),
+    "solar-open-biased": ("SolarOpen", {
+        **SIGMOID, "n_routed_experts": 8, "attention_bias": True, "norm_topk_prob": False,
+    }),
     "sarvam": ("SarvamMoE", {**SIGMOID, **GROUPED, "num_hidden_layers": 3}),
     "sarvam-biased": ("SarvamMoE", {**SIGMOID, **GROUPED, "attention_bias": True}),
     "sarvam-unnormed": ("SarvamMoE", {**SIGMOID, **GROUPED, "use_qk_norm": False}),
-    "hy-v3": (
-        "HYV3",
-        {**SIGMOID, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2},
-    ),
-    "hy-v3-two-dense": (
-        "HYV3",
-        {**SIGMOID, "num_hidden_layers": 3, "num_experts": 8, "mlp_layer_types": ["dense"] * 2 + ["sparse"]},
-    ),
-    "glm4.7-flash": (
-        "Glm4MoeLite",
-        {
-            **MIXED_LATENT,
-            "num_hidden_layers": 3,
-            "moe_intermediate_size": 20,
-            "n_group": 4,
-            "topk_group": 2,
-        },
-    ),
-    "glm4.7-flash-sparse": (
-        "Glm4MoeLite",
-        {
-            **MIXED_LATENT,
-            "moe_intermediate_size": 20,
-            "n_shared_experts": 2,
-            "mlp_layer_types": ["sparse"] * 2,
-            "rope_interleave": False,
-        },
-    ),
+    "hy-v3": ("HYV3", {**SIGMOID, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2}),
+    "hy-v3-two-dense": ("HYV3", {
+        **SIGMOID, "num_hidden_layers": 3, "num_experts": 8, "mlp_layer_types": ["dense"] * 2 + ["sparse"],
+    }),
+    "glm4.7-flash": ("Glm4MoeLite", {
+        **MIXED_LATENT, "num_hidden_layers": 3, "moe_intermediate_size": 20, "n_group": 4, "topk_group": 2,
+    }),
+    "glm4.7-flash-sparse": ("Glm4MoeLite", {
+        **MIXED_LATENT, "moe_intermediate_size": 20, "n_shared_experts": 2, "mlp_layer_types": ["sparse"] * 2,
+        "rope_interleave": False,
+    }),
     "youtu": ("Youtu", {**DENSE_LATENT, "rope_theta": 1.6e6}),
     "youtu-untied": ("Youtu", {**DENSE_LATENT, "tie_word_embeddings": False, "q_lora_rank": None}),
     "youtu-halves": ("Youtu", {**DENSE_LATENT, "rope_interleave": False, "initializer_range": 0.02}),
-    "internlm3": ("InternLM3", {**ROPE, "head_dim": 12, "rope_theta": 5e7, "pad_token_id": None}),
-    "internlm3-biased": (
-        "InternLM3",
-        {**ROPE, "head_dim": None, "attention_bias": True, "mlp_bias": True, "pad_token_id": None},
-    ),
-    "phi4": ("Phi3", {**ROPE, "rope_theta": 2.5e5, "pad_token_id": None}),
-    "phi4-mini": (  # sequences beyond the original context
-        "Phi3",
-        {
-            **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75, "pad_token_id": None,
-            "original_max_position_embeddings": 16, "sliding_window": 100,
-        },
-    ),
-    "phi4-mini-short": (  # and within it
-        "Phi3",
-        {
-            **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75, "pad_token_id": None,
-            "original_max_position_embeddings": 48, "max_position_embeddings": 480,
-        },
-    ),
-    "phi3-partial": ("Phi3", {**ROPE, "partial_rotary_factor": 0.5, "pad_token_id": None}),
-    "llama-longrope": (
-        "Llama",
-        {
-            **ROPE, "head_dim": 6, "rope_theta": 500.0,
-            "rope_scaling": {
-                **LONGROPE, "original_max_position_embeddings": 16, "attention_factor": 1.2,
-            },
-        },
-    ),
-    "phi3-window": (
-        "Phi3",
-        {**ROPE, "sliding_window": 7, "tie_word_embeddings": True, "pad_token_id": None},
-    ),
+    "internlm3": ("InternLM3", {**ROPE, "head_dim": 12, "rope_theta": 5e7}),
+    "internlm3-biased": ("InternLM3", {**ROPE, "head_dim": None, "attention_bias": True, "mlp_bias": True}),
+    "phi4": ("Phi3", {**ROPE, "rope_theta": 2.5e5}),
+    "phi4-mini": ("Phi3", {  # sequences beyond the original context
+        **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 16, "sliding_window": 100,
+    }),
+    "phi4-mini-short": ("Phi3", {  # and within it
+        **ROPE, "rope_scaling": LONGROPE, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 48, "max_position_embeddings": 480,
+    }),
+    "phi3-partial": ("Phi3", {**ROPE, "partial_rotary_factor": 0.5}),
+    "llama-longrope": ("Llama", {
+        **ROPE, "head_dim": 6, "rope_theta": 500.0,
+        "rope_scaling": {**LONGROPE, "original_max_position_embeddings": 16, "attention_factor": 1.2},
+    }),
+    "phi3-window": ("Phi3", {**ROPE, "sliding_window": 7, "tie_word_embeddings": True}),
 }
 BELOW_ONE = (
     "Step3p7", "Gemma", "Gemma2", "Gemma3Text", "Nemotron", "Qwen3Next", "Qwen3_5Text", "Qwen3_5MoeText"
 )  # w - 1 of a folder in bf16 is w in fp32, exactly
 SAME = {  # written as the first family that computes the same, or under another name
-    "mistral-nowindow": "Llama",
-    "step3.7": "Step3p5",
-    "step3.7-sliding": "Step3p5",
-    "deepseek-v3-dense": "DeepseekV2",
-    "seed-oss-36b": "Qwen2",
-    "seed-oss-biased-output": "Llama",
-    "sarvam": "Dots1",
-    "hy-v3": "Dots1",
-    "hy-v3-two-dense": "Dots1",
-    "glm4.7-flash": "DeepseekV3",
-    "glm4.7-flash-sparse": "DeepseekV3",
-    "youtu": "DeepseekV2",
-    "youtu-untied": "DeepseekV2",
-    "youtu-halves": "DeepseekV3",
-    "cwm": "Ministral",
-    "gemma3": "Gemma3",
-    "qwen3.5": "Qwen3_5",
-    "qwen3.5-moe": "Qwen3Next",
-    "gemma3-1b": "Gemma3",
-    "internlm3": "Llama",
-    "internlm3-biased": "Llama",
-    "phi4": "Llama",
-    "phi3-window": "Mistral",
+    "mistral-nowindow": "Llama", "step3.7": "Step3p5", "step3.7-sliding": "Step3p5",
+    "deepseek-v3-dense": "DeepseekV2", "seed-oss-36b": "Qwen2", "seed-oss-biased-output": "Llama",
+    "sarvam": "Dots1", "hy-v3": "Dots1", "hy-v3-two-dense": "Dots1", "glm4.7-flash": "DeepseekV3",
+    "glm4.7-flash-sparse": "DeepseekV3", "youtu": "DeepseekV2", "youtu-untied": "DeepseekV2",
+    "youtu-halves": "DeepseekV3", "cwm": "Ministral", "gemma3": "Gemma3", "qwen3.5": "Qwen3_5",
+    "qwen3.5-moe": "Qwen3Next", "gemma3-1b": "Gemma3", "internlm3": "Llama", "internlm3-biased": "Llama",
+    "phi4": "Llama", "phi3-window": "Mistral",
 }
 
 
@@ -885,11 +506,8 @@ def no_waiting_for_the_disk(monkeypatch):
 def save(run_, root, step):
     """A committed checkpoint of a build.Run, as training leaves it."""
     return store.save(
-        root,
-        step,
-        state.state_boxes(run_.buckets, run_.optim.state()) + run_.routers.boxes(),
-        state.describe_run(run_, step),
-        keep=1,
+        root, step, state.state_boxes(run_.buckets, run_.optim.state()) + run_.routers.boxes(),
+        state.describe_run(run_, step), keep=1,
     )
 
 
@@ -899,6 +517,13 @@ def run(capsys, *argv):
     code = fail_cleanly(convert.main, list(map(str, argv)))
     out = capsys.readouterr()
     return code, out.out, out.err
+
+
+def converted(capsys, *argv):
+    """Run the command, which must not fail, and return what it prints."""
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -915,6 +540,8 @@ def transformers():
 def their_model(transformers, family, settings):
     """A random model whose biases and norms are random too: as initialised, they would hide a mistake."""
     torch.manual_seed(0)
+    if "text_config" not in settings:
+        settings = {"pad_token_id": None, **settings}  # a padding token would not train
     their_config = getattr(transformers, f"{family}Config")(**settings)
     own = getattr(transformers, f"{family}ForCausalLM", None)
     if "text_config" in settings:
@@ -976,13 +603,9 @@ def train_theirs(model, steps, lr):
     losses = []
     for step in steps:
         optim.zero_grad()
-        total = sum(
-            cross_entropy(
-                model(input_ids=b.tokens).logits.flatten(0, 1), b.targets.flatten(), reduction="sum"
-            )
-            for b in step
-        )
-        loss = total / sum(b.num_counted() for b in step)
+        logits = torch.cat([model(input_ids=b.tokens).logits.flatten(0, 1) for b in step])
+        targets = torch.cat([b.targets.flatten() for b in step])
+        loss = cross_entropy(logits, targets, reduction="sum") / sum(b.num_counted() for b in step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 0.5)
         optim.step()
@@ -1002,34 +625,14 @@ def with_still_bias(mlp):
 def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     theirs = their_model(transformers, *CASES[name])
     theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB" if name == "llama2" else "1GB")
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
-    assert code == 0, err
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
     assert json.loads(out)["logits"]["against"].startswith("transformers")
 
-    cfg = resolve(
-        None,
-        str(tmp_path / "run" / "config.yaml"),
-        [
-            "--train.dtype",
-            "fp32",
-            "--train.steps",
-            "3",
-            "--train.seq_len",
-            f"{SEQ}",
-            "--train.micro_batch",
-            "2",
-            "--train.global_batch",
-            "4",
-            "--optim.lr",
-            "1e-3",
-            "--optim.warmup",
-            "0",
-            "--optim.decay",
-            "constant",
-            "--optim.clip",
-            "0.5",
-        ],
+    words = (
+        f"--train.dtype fp32 --train.steps 3 --train.seq_len {SEQ} --train.micro_batch 2 "
+        "--train.global_batch 4 --optim.lr 1e-3 --optim.warmup 0 --optim.decay constant --optim.clip 0.5"
     )
+    cfg = resolve(None, str(tmp_path / "run" / "config.yaml"), words.split())
     cfg = replace(cfg, model=with_mlps(cfg.model, with_still_bias))
     tok = SimpleNamespace(fingerprint="none")
     data = SimpleNamespace(tokenizer=tok, fingerprint="random", is_chat=False, has_start=False)
@@ -1053,17 +656,12 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     assert abs(losses[0] - losses[2]) > 1e-3  # it did train
 
     save(ours, tmp_path / "trained" / "checkpoints", 3)
-    code, _, err = run(capsys, "to-hf", tmp_path / "trained", tmp_path / "out")
-    assert code == 0, err
+    converted(capsys, "to-hf", tmp_path / "trained", tmp_path / "out")
     with torch.no_grad():
-        back, ours = (
-            loaded(transformers, tmp_path / "out")(input_ids=tokens).logits,
-            ours.stages[0].logits(tokens, positions),
-        )
-        assert (back - ours).abs().max() < 1e-5
-        assert (
-            back - theirs(input_ids=tokens).logits
-        ).abs().max() < 1e-3  # three AdamW steps apart: rounding of tiny gradients grows
+        back = loaded(transformers, tmp_path / "out")(input_ids=tokens).logits
+        assert (back - ours.stages[0].logits(tokens, positions)).abs().max() < 1e-5
+        # three AdamW steps apart: rounding of tiny gradients grows
+        assert (back - theirs(input_ids=tokens).logits).abs().max() < 1e-3
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     their_class = SAME.get(name, CASES[name][0].removesuffix("Text"))
     assert said["architectures"] == [f"{their_class}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
@@ -1082,8 +680,7 @@ def test_an_import_goes_out_with_every_bit(transformers, tmp_path, capsys, name)
     for command, source, target in (
         ("from-hf", "hf", "run"), ("to-hf", "run", "out"), ("from-hf", "out", "back")
     ):
-        code, out, err = run(capsys, command, tmp_path / source, tmp_path / target)
-        assert code == 0, err
+        out = converted(capsys, command, tmp_path / source, tmp_path / target)
         said += re.findall(LOGITS, out)
     ours, back = (weights(tmp_path / name / "checkpoints" / "step_00000000") for name in ("run", "back"))
     assert ours.keys() == back.keys() and all(torch.equal(ours[key], back[key]) for key in ours)
@@ -1110,8 +707,7 @@ def test_weights_of_16_bits_are_kept_so(transformers, tmp_path, capsys, name):
     dtypes = {value.dtype for value in load_file(tmp_path / "hf" / "model.safetensors").values()}
     assert torch.bfloat16 in dtypes
     for command, source, target in (("from-hf", "hf", "run"), ("to-hf", "run", "out --dtype bf16")):
-        code, _, err = run(capsys, command, tmp_path / source, *f"{tmp_path}/{target}".split())
-        assert code == 0, err
+        converted(capsys, command, tmp_path / source, *f"{tmp_path}/{target}".split())
     if name not in SAME:
         theirs, out = (load_file(tmp_path / part / "model.safetensors") for part in ("hf", "out"))
         family, model = hf_config.read_hf_config(tmp_path / "hf")
@@ -1161,12 +757,11 @@ WITH_STATE = (  # but those with a least step: in theirs a single token has none
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_STATE)
 @torch.no_grad()
-def test_generation_goes_on_from_the_state_as_theirs(transformers, tmp_path, capsys, name):
+def test_generation_continues_from_the_state_as_theirs(transformers, tmp_path, capsys, name):
     """A prompt longer than a chunk, then token by token."""
     theirs = their_model(transformers, *CASES[name])
     theirs.save_pretrained(tmp_path / "hf")
-    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
-    assert code == 0, err
+    converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
     stage = load_run(str(tmp_path / "run"), torch.device("cpu"), "fp32").stage
 
     prompt = torch.randint(211, (1, 70), generator=torch.Generator().manual_seed(2))
@@ -1201,14 +796,14 @@ def test_the_text_part_of_a_folder_with_images(transformers, tmp_path, capsys, n
     """Under both spellings of its names, by convert and in pieces."""
     kind, text_type, vision = WRAPPED[name]
     torch.manual_seed(0)
-    parts = {"text_config": {**CASES[name][1], "model_type": text_type}, "vision_config": vision}
+    parts = {"text_config": {**CASES[name][1], "pad_token_id": None, "model_type": text_type}}
+    parts["vision_config"] = vision
     if name == "gemma3":
         parts["mm_tokens_per_image"] = 4
     their_config = getattr(transformers, f"{kind}Config")(**parts)
     theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(their_config).float().eval()
     theirs.save_pretrained(tmp_path / "hf")
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
-    assert code == 0, err
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
     said = json.loads(out)
     assert said["family"] == text_type and said["logits"]["against"].startswith("transformers")
     assert any("multi_modal_projector.* (" in note for note in said["notes"])
@@ -1241,8 +836,7 @@ def test_the_text_part_of_a_model_of_images_is_read_alone(transformers, tmp_path
         video_token_id=206, vision_start_token_id=207, vision_end_token_id=208,
     )).float().eval()
     theirs.save_pretrained(tmp_path / "hf")
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
-    assert code == 0, err
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
     said = json.loads(out)
     assert said["family"] == "qwen3_5_text" and said["logits"]["against"].startswith("transformers")
     assert any("the tensors model.visual.* (" in note for note in said["notes"])
@@ -1250,8 +844,7 @@ def test_the_text_part_of_a_model_of_images_is_read_alone(transformers, tmp_path
         weights(tmp_path / "run" / "checkpoints" / "step_00000000")
     )
 
-    code, _, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "out")
-    assert code == 0, err
+    converted(capsys, "to-hf", tmp_path / "run", tmp_path / "out")
     tokens = torch.arange(90)[None]
     with torch.no_grad():
         back = loaded(transformers, tmp_path / "out")
@@ -1259,10 +852,10 @@ def test_the_text_part_of_a_model_of_images_is_read_alone(transformers, tmp_path
 
     edit(logit_cap=3)(tmp_path / "hf")
     code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "other")
-    assert code == 2 and "logit_cap = 3 beside text_config, which has None: nothing here reads" in err
+    assert code == 2 and "logit_cap = 3 beside text_config, which has None: this key is unknown" in err
     edit(logit_cap=None, text_config=None)(tmp_path / "hf")
     code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "other")
-    assert code == 2 and "text_config is missing; a qwen3_5 has the keys of its text part there" in err
+    assert code == 2 and "text_config is missing; a qwen3_5 keeps the keys of its text model there" in err
 
 
 @pytest.mark.parametrize("name, start", [("qwen3.5", "mtp."), ("mimo-v2", "model.mtp.")])
@@ -1270,10 +863,9 @@ def test_what_transformers_does_not_load_is_left_out_and_named(transformers, tmp
     their_model(transformers, *CASES[name]).save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     save_file({**load_file(file), f"{start}norm.weight": torch.ones(48)}, file, {"format": "pt"})
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
-    assert code == 0, err
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
     named = [note for note in json.loads(out)["notes"] if note.startswith("the tensors ")]
-    assert len(named) == 1 and named[0].startswith(f"the tensors {start}* (1) are not taken")
+    assert len(named) == 1 and named[0].startswith(f"the tensors {start}* (1) are skipped")
     assert not any("mtp" in key for key in foreign.open_hf_folder(tmp_path / "hf").places)
 
 
@@ -1286,9 +878,8 @@ def test_modules_ahead_of_step_are_left_out_and_named(transformers, tmp_path, ca
     ahead = {name.replace(".2.", ".3."): value.clone() for name, value in of_last.items()}
     ahead["model.layers.3.eh_proj.weight"] = torch.ones(48, 96)
     save_file(tensors | ahead, file, {"format": "pt"})
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
-    assert code == 0, err
-    said = f"the tensors model.layers.3.* ({len(ahead)}) are not taken"
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    said = f"the tensors model.layers.3.* ({len(ahead)}) are skipped"
     assert any(note.startswith(said) for note in json.loads(out)["notes"])
     assert not any("layers.3" in key for key in foreign.open_hf_folder(tmp_path / "hf").places)
 
@@ -1301,32 +892,25 @@ def test_kimi_is_compared_with_the_code_of_deepseek(transformers, tmp_path, caps
     edit(model_type="kimi_k2", auto_map={"AutoConfig": name})(tmp_path / "k2")
     reports = []
     for folder in ("v3", "k2"):
-        code, out, err = run(capsys, "from-hf", tmp_path / folder, tmp_path / f"run-{folder}", "--json")
-        assert code == 0, err
+        out = converted(capsys, "from-hf", tmp_path / folder, tmp_path / f"run-{folder}", "--json")
         reports.append(json.loads(out))
     assert [report["family"] for report in reports] == ["deepseek_v3", "kimi_k2"]
     assert reports[0]["logits"] == reports[1]["logits"]
     assert reports[1]["logits"]["against"].startswith("transformers")
-    assert run(capsys, "to-hf", tmp_path / "run-k2", tmp_path / "out")[0] == 0
+    converted(capsys, "to-hf", tmp_path / "run-k2", tmp_path / "out")
     first, second = (load_file(tmp_path / folder / "model.safetensors") for folder in ("k2", "out"))
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
-def test_the_hub_gpt2_layout(transformers, tmp_path, capsys):
+def test_gpt2_as_the_hub_has_it_is_imported(transformers, tmp_path, capsys):
     """The hub's gpt2 has no `transformer.` prefix and carries its causal masks."""
     theirs = their_model(transformers, *CASES["gpt2"])
     theirs.save_pretrained(tmp_path / "hf")
-    tensors = {
-        k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "hf" / "model.safetensors").items()
-    }
-    save_file(
-        {**tensors, "h.0.attn.bias": torch.ones(1, 1, SEQ, SEQ)},
-        tmp_path / "hf" / "model.safetensors",
-        {"format": "pt"},
-    )
-    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
-    assert code == 0, err
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = {key.removeprefix("transformer."): value for key, value in load_file(file).items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, SEQ, SEQ)}, file, {"format": "pt"})
+    converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
 
 
 # ---- without transformers ----------------------------------------------------------------------------------
@@ -1344,11 +928,8 @@ def alone(monkeypatch):
 
 def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
     """A run folder with random weights and one checkpoint."""
-    cfg = resolve(
-        preset,
-        None,
-        ["--train.steps", "1", "--model.layers", "2", "--model.hidden", "32", "--model.mlp.width", "40"],
-    )
+    words = "--train.steps 1 --model.layers 2 --model.hidden 32 --model.mlp.width 40"
+    cfg = resolve(preset, None, words.split())
     cfg = replace(cfg, model=with_values(cfg.model, {"vocab": tok.vocab, **model}))
     data = SimpleNamespace(tokenizer=tok, fingerprint="random", is_chat=False, has_start=False)
     made = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 1)
@@ -1384,48 +965,29 @@ def weights(path):
 @pytest.mark.slow
 def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
     path = make_run(tmp_path / "run")
-    code, out, _ = run(
-        capsys, "to-hf", path, tmp_path / "hf", "--json"
-    )  # a checkpoint folder will do as well
-    report = json.loads(out)
-    assert (
-        code == 0
-        and report["notes"] == []
-        and report["logits"] == {**report["logits"], "against": "its own reader", "max_abs_difference": 0.0}
-    )
+    report = json.loads(converted(capsys, "to-hf", path, tmp_path / "hf", "--json"))  # path: of a checkpoint
+    assert report["notes"] == []
+    assert report["logits"] == {**report["logits"], "against": "its own reader", "max_abs_difference": 0.0}
     said = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (
-        said["architectures"] == ["Qwen2ForCausalLM"]
-        and said["rope_theta"] == 1e6
-        and said["torch_dtype"] == "float32"
-    )
+    assert said["architectures"] == ["Qwen2ForCausalLM"]
+    assert said["rope_theta"] == 1e6
+    assert said["torch_dtype"] == "float32"
     assert (said["bos_token_id"], said["eos_token_id"], said["vocab_size"]) == (1, 2, 400)
     assert not {"rope_parameters", "dtype"} & said.keys()  # v4 would read them as silence
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "provenance.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
+        "config.json", "generation_config.json", "model.safetensors", "provenance.json", "tokenizer.json",
+        "tokenizer.model", "tokenizer_config.json",
     ]
 
-    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")
-    assert code == 0 and "transformers is not installed" in out
+    assert "transformers is not installed" in converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")
     before, after = weights(path), weights(tmp_path / "back" / "checkpoints" / "step_00000000")
-    assert before.keys() == after.keys() and all(
-        torch.equal(before[k], after[k]) for k in before if k not in ("embed.weight", "head.weight")
-    )
-    assert (
-        torch.equal(before["embed.weight"][:400], after["embed.weight"][:400])
-        and not after["embed.weight"][400:].any()
-    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before if k not in ("embed.weight", "head.weight"))
+    assert torch.equal(before["embed.weight"][:400], after["embed.weight"][:400])
+    assert not after["embed.weight"][400:].any()
     back = load_run(str(tmp_path / "back"), torch.device("cpu"))
-    assert (
-        back.tokenizer.encode("def f(x):\n  return x") == BPE.encode("def f(x):\n  return x")
-        and back.step == 0
-    )
+    assert back.tokenizer.encode("def f(x):\n  return x") == BPE.encode("def f(x):\n  return x")
+    assert back.step == 0
 
 
 @pytest.mark.slow
@@ -1434,8 +996,7 @@ def test_dropout_that_is_not_taken_is_named(exported, tmp_path, capsys, key):
     shutil.copytree(exported, tmp_path / "hf")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: 0.1}))
-    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
-    assert code == 0
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
     assert f"config.json trains with {key} 0.1, which is not taken" in " ".join(out.split())
 
 
@@ -1462,25 +1023,24 @@ def test_every_template_of_a_folder_is_imported_or_named(exported, tmp_path, cap
         spec = json.loads((given / "tokenizer.json").read_text())
         spec["added_tokens"].append({**spec["added_tokens"][0], "id": BPE.vocab, "content": "<|more|>"})
         (given / "tokenizer.json").write_text(json.dumps(spec))
-    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--tokenizer", given)
-    assert code == 0
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--tokenizer", given)
     kept = [(tmp_path / "run" / "tokenizer" / name).exists() for name in ("chat_template.jinja", more)]
     assert kept == [is_same, is_same]
     told = f"the chat template of {tmp_path}/hf is not taken: {given} is another tokenizer than its own"
     assert (told in " ".join(out.split())) == (not is_same)
     if is_same:
-        assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "out")[0] == 0
+        converted(capsys, "to-hf", tmp_path / "run", tmp_path / "out")
         assert (tmp_path / "out" / more).exists()
 
 
 def test_an_import_under_another_tokenizer_is_refused(exported, tmp_path, capsys):
-    """Its ids had other texts than those of the weights, in silence, and for all that came after it."""
+    """Else its ids would stand for other texts than the weights have learned, without a word."""
     code, _, err = run(capsys, "from-hf", exported, tmp_path / "run", "--tokenizer", "bytes")
     assert code == 2 and not (tmp_path / "run").exists()
     assert f"--tokenizer: bytes is not the tokenizer of {exported}: id " in err
     assert "leave --tokenizer out" in err and "init_changes data.tokenizer" in err
     same = make_bpe(tmp_path)  # the .model of the folder's tokenizer.json
-    assert run(capsys, "from-hf", exported, tmp_path / "run", "--tokenizer", same)[0] == 0
+    converted(capsys, "from-hf", exported, tmp_path / "run", "--tokenizer", same)
 
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -1495,7 +1055,7 @@ def test_a_chat_template_survives_training(transformers, exported, tmp_path, cap
     (tmp_path / "hf" / "chat_template.jinja").write_text(TEMPLATE)
     settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 1]}
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(settings))
-    assert run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")[0] == 0
+    converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
     tok = tokenizer.load_tokenizer(tmp_path / "hf")
     with IndexedDatasetWriter(tmp_path / "text", tok.vocab) as w:
         for i in range(60):
@@ -1505,44 +1065,17 @@ def test_a_chat_template_survives_training(transformers, exported, tmp_path, cap
     own = tokenizer.load_tokenizer(tmp_path / "text.tokenizer")
     assert own.fingerprint == tok.fingerprint
 
-    more = (
-        [] if data_names_tokenizer else ["--data.tokenizer", "none"]
-    )  # then only init_from knows of the template
-    end = job(
-        tmp_path,
-        1,
-        [
-            "--config",
-            str(tmp_path / "run" / "config.yaml"),
-            "--data.path",
-            str(tmp_path / "text"),
-            "--train.steps",
-            "1",
-            "--train.tokens",
-            "none",
-            "--train.seq_len",
-            "16",
-            "--train.micro_batch",
-            "1",
-            "--train.global_batch",
-            "2",
-            "--train.threads",
-            "1",
-            "--train.dtype",
-            "fp32",
-            "--eval.batches",
-            "1",
-            "--eval.sample",
-            "0",
-            "--optim.warmup",
-            "0",
-            "--parallel.zero",
-            "0",
-            *more,
-        ],
+    words = (
+        f"--config {tmp_path}/run/config.yaml --data.path {tmp_path}/text --train.steps 1 "
+        "--train.tokens none --train.seq_len 16 --train.micro_batch 1 --train.global_batch 2 "
+        "--train.threads 1 --train.dtype fp32 --eval.batches 1 --eval.sample 0 --optim.warmup 0 "
+        "--parallel.zero 0"
     )
+    if not data_names_tokenizer:  # then only init_from knows of the template
+        words += " --data.tokenizer none"
+    end = job(tmp_path, 1, words.split())
     assert end.codes == [0], end.logs
-    assert run(capsys, "to-hf", tmp_path / "run-train", tmp_path / "out")[0] == 0
+    converted(capsys, "to-hf", tmp_path / "run-train", tmp_path / "out")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
     said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert {key: getattr(said, key) for key in settings} == settings
@@ -1551,26 +1084,16 @@ def test_a_chat_template_survives_training(transformers, exported, tmp_path, cap
 def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys):
     """With a router each, beside the layers; transformers' logits are those of the model without."""
     path = make_run(
-        tmp_path / "run",
-        "deepseek-v3-tiny",
-        **{
-            "mtp.modules": 2,
-            "mixer.heads": 2,
-            "mixer.nope_dim": 6,
-            "mixer.rope_dim": 4,
-            "mixer.v_dim": 5,
-            "mixer.kv_rank": 7,
-            "mixer.q_rank": 9,
-            "mlp.width": 12,
+        tmp_path / "run", "deepseek-v3-tiny", **{
+            "mtp.modules": 2, "mixer.heads": 2, "mixer.nope_dim": 6, "mixer.rope_dim": 4, "mixer.v_dim": 5,
+            "mixer.kv_rank": 7, "mixer.q_rank": 9, "mlp.width": 12,
         },
     )
-    code, _, err = run(capsys, "to-hf", path, tmp_path / "hf")
-    assert code == 0, err
+    converted(capsys, "to-hf", path, tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
     modules = {
-        "model.layers.3.eh_proj.weight",
-        "model.layers.2.shared_head.norm.weight",
+        "model.layers.3.eh_proj.weight", "model.layers.2.shared_head.norm.weight",
         "model.layers.3.mlp.gate.e_score_correction_bias",
     }
     assert modules <= tensors.keys()
@@ -1578,47 +1101,38 @@ def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys
         "model.layers.2.embed_tokens.weight": tensors["model.embed_tokens.weight"],
         "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"],
     }
-    save_file(
-        {**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"}
-    )  # as published
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back", "--json")
-    assert code == 0 and not any("further" in n or "multi" in n for n in json.loads(out)["notes"]), err
+    # as published
+    save_file({**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"})
+    notes = json.loads(converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "back", "--json"))["notes"]
+    assert not any("further" in note or "multi" in note for note in notes)
     before, after = weights(path), weights(tmp_path / "back" / "checkpoints" / "step_00000000")
     assert before.keys() == after.keys() and "layers.3.join.weight" in after
     assert all(torch.equal(before[k], after[k]) for k in before if k not in ("embed.weight", "head.weight"))
     copies["model.layers.2.embed_tokens.weight"] = copies["model.layers.2.embed_tokens.weight"] + 1
     save_file({**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"})
     code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "wrong")
-    assert (
-        code == 2
-        and "layers.2.embed_tokens.weight differs from the embedding, but multi-token prediction shares it"
-        in err
-    )
-    save_file(
-        {k: t for k, t in tensors.items() if ".layers.2." not in k and ".layers.3." not in k},
-        file,
-        {"format": "pt"},
-    )
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "without", "--json")
-    assert code == 0 and any(
-        "no weights for multi-token prediction" in n for n in json.loads(out)["notes"]
-    ), err
+    assert code == 2
+    assert "layers.2.embed_tokens.weight differs from the embedding" in err
+    assert "but multi-token prediction shares it" in err
+    without = {k: t for k, t in tensors.items() if ".layers.2." not in k and ".layers.3." not in k}
+    save_file(without, file, {"format": "pt"})
+    notes = json.loads(converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "without", "--json"))["notes"]
+    assert any("no weights for multi-token prediction" in note for note in notes)
     assert resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec, vocab", [("bytes", 257), (None, 400)])
-def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
+def test_an_export_in_bf16_keeps_its_tokenizer(alone, tmp_path, capsys, spec, vocab):
     tok = tokenizer.load_tokenizer(spec) if spec else BPE
     make_run(tmp_path / "run", "gpt2-tiny", tok)
-    code, out, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf", "--dtype", "bf16")
-    assert code == 0, err
+    converted(capsys, "to-hf", tmp_path / "run", tmp_path / "hf", "--dtype", "bf16")
     text = (tmp_path / "hf" / "tokenizer.json").read_text()
     assert hf_tokenizer.first_difference(tok.encode, hf_tokenizer.load_encoder(text)) is None
     said = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (
-        said["torch_dtype"] == "bfloat16" and said["vocab_size"] == vocab and said["eos_token_id"] == tok.eod
-    )
+    assert said["torch_dtype"] == "bfloat16"
+    assert said["vocab_size"] == vocab
+    assert said["eos_token_id"] == tok.eod
     numel = sum(t[:vocab].numel() for t in weights(state.find_checkpoint(str(tmp_path / "run"), [])).values())
     assert (tmp_path / "hf" / "model.safetensors").stat().st_size < 2.5 * numel
 
@@ -1631,39 +1145,28 @@ def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
         ("qwen2.5-tiny", {}, "qwen2"),
         ("mistral-tiny", {}, "mistral"),
         ("gpt2-tiny", {"positions": None, "mixer.rope": RopeConfig()}, "starcoder2"),
-        (
-            "llama3-tiny",
-            {
-                "mixer.bias": "all",
-                "mlp.bias": True,
-                "mixer.heads": 3,
-                "mixer.kv_heads": 1,
-                "mixer.head_dim": 8,
-            },
-            "seed_oss",
-        ),
+        ("llama3-tiny", {
+            "mixer.bias": "all", "mlp.bias": True, "mixer.heads": 3, "mixer.kv_heads": 1, "mixer.head_dim": 8,
+        }, "seed_oss"),
         ("dots1-tiny", {"mixer.qk_norm": None, "pattern": None, "blocks": ()}, "solar_open"),
         ("dots1-tiny", {"mixer.bias": "qkv"}, "sarvam_moe"),
     ],
 )
 def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset, change, family):
     make_run(tmp_path / "run", preset, **change)
-    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+    converted(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == family
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert (
-        hf_tokenizer.first_difference(BPE.encode, lambda text: auto.encode(text, add_special_tokens=False))
-        is None
-    )
+    theirs = lambda text: auto.encode(text, add_special_tokens=False)
+    assert hf_tokenizer.first_difference(BPE.encode, theirs) is None
     assert (auto.bos_token_id, auto.eos_token_id) == (1, 2)
 
 
 def test_resume_in_place_is_refused_with_the_way_out(alone, exported, tmp_path, capsys):
-    assert run(capsys, "from-hf", exported, tmp_path / "back")[0] == 0
+    converted(capsys, "from-hf", exported, tmp_path / "back")
     cfg = resolve(None, str(tmp_path / "back" / "config.yaml"), ["--train.dtype", "fp32"])
-    assert Path(cfg.log.dir) / cfg.log.name == tmp_path / "back-train" and cfg.checkpoint.init_from == str(
-        tmp_path / "back"
-    )
+    assert Path(cfg.log.dir) / cfg.log.name == tmp_path / "back-train"
+    assert cfg.checkpoint.init_from == str(tmp_path / "back")
     assert cfg.data.tokenizer == str(tmp_path / "back" / "tokenizer")
     tok = tokenizer.load_tokenizer(cfg.data.tokenizer)
     data = SimpleNamespace(tokenizer=tok, fingerprint="x", is_chat=False, has_start=False)
@@ -1682,8 +1185,7 @@ def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tm
     monkeypatch.chdir(tmp_path)
     text = json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 20}) + "\n"
     (tmp_path / "my text.jsonl").write_text(text * 60)
-    code, out, err = run(capsys, "from-hf", exported, "runs/little")
-    assert code == 0, err
+    out = converted(capsys, "from-hf", exported, "runs/little")
     told = dict(line.split(": ", 1) for line in out.splitlines() if line.startswith(("first", "next")))
     first = shlex.split(told["first"].partition("   (FILES")[0])
     second = shlex.split(told["next"])
@@ -1712,8 +1214,8 @@ def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tm
 @pytest.mark.slow
 def test_an_import_that_is_a_preset_has_its_name(alone, tmp_path, capsys):
     make_run(tmp_path / "run", "qwen2.5-tiny", layers=4, hidden=128, **{"mlp.width": 384})
-    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
-    assert run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")[0] == 0
+    converted(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
+    converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")
     assert resolve(None, str(tmp_path / "back" / "config.yaml"), []).model.preset == "qwen2.5-tiny"
 
 
@@ -1724,11 +1226,10 @@ def test_an_import_without_tokenizer_is_evaluated_on_tokens(alone, tmp_path, cap
 
     tok = tokenizer.load_tokenizer("bytes")
     make_run(tmp_path / "run", "llama3-tiny", tok)
-    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+    converted(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
     for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.bytes"):
         (tmp_path / "hf" / name).unlink(missing_ok=True)
-    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "bare")
-    assert code == 0 and "--tokenizer T" in out
+    assert "--tokenizer T" in converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "bare")
 
     ids = torch.randint(97, 123, (7 * 32 + 1,), generator=torch.Generator().manual_seed(3))
     with IndexedDatasetWriter(tmp_path / "ids", 257) as w:
@@ -1757,7 +1258,7 @@ def test_an_import_without_tokenizer_is_evaluated_on_tokens(alone, tmp_path, cap
     ):
         with pytest.raises(config.ConfigError, match="^--tokenizer: .*bare has none"):
             command()
-    with pytest.raises(config.ConfigError, match="^--data: .*no data of its own"):
+    with pytest.raises(config.ConfigError, match="^--data: .* was imported without data"):
         evaluate.main([str(tmp_path / "bare")])
     assert generate.main([str(tmp_path / "bare"), "--tokenizer", "bytes", "--max-new-tokens", "3"]) == 0
     with pytest.raises(config.ConfigError, match="is not the tokenizer that .* leave --tokenizer out"):
@@ -1777,13 +1278,12 @@ def make_bpe(folder):
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("width", [37, 111])
 def test_a_mixture_with_experts_of_an_odd_width(transformers, tmp_path, capsys, width):
-    """transformers' grouped product refuses rows that are no multiple of 16 bytes; its experts one by one do
+    """transformers' grouped product refuses rows whose bytes 16 does not divide; its experts one by one do
     not, and give the logits that ours are compared with.
     """
     settings = {**ROPE, "intermediate_size": width, "num_local_experts": 4, "num_experts_per_tok": 2}
     their_model(transformers, "Mixtral", settings).save_pretrained(tmp_path / "hf")
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
-    assert code == 0, err
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
     match = json.loads(out)["logits"]
     assert match["against"].startswith("transformers")
     assert match["max_abs_difference"] < 1e-4 * match["largest"]
@@ -1792,8 +1292,7 @@ def test_a_mixture_with_experts_of_an_odd_width(transformers, tmp_path, capsys, 
 def test_logits_are_compared_beyond_the_window(transformers, tmp_path, capsys, monkeypatch):
     settings = CASES["mistral"][1] | {"sliding_window": 300, "max_position_embeddings": 512}
     their_model(transformers, "Mistral", settings).save_pretrained(tmp_path / "hf")
-    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
-    assert code == 0, err
+    out = converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
     assert json.loads(out)["logits"]["tokens"] == [[2, 64], [1, 364]]
 
     # one token more in the window
@@ -1880,20 +1379,15 @@ def test_targets_that_exist_and_runs_that_do_not(alone, tmp_path, capsys):
 def test_a_model_that_no_family_has(alone, tmp_path, capsys):
     make_run(tmp_path / "run", "llama3-tiny", **{"mixer.bias": "qkv", "mixer.qk_norm": "head"})
     code, _, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
-    assert (
-        code == 2
-        and "model.mixer.qk_norm: head has no form in qwen2, the nearest Hugging Face family" in err
-        and not (tmp_path / "hf").exists()
-    )
+    assert code == 2
+    assert "model.mixer.qk_norm: head has no form in qwen2, the nearest Hugging Face family" in err
+    assert not (tmp_path / "hf").exists()
 
 
 @pytest.mark.slow
-def test_the_command_line():
+def test_the_help_names_both_directions():
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.convert", "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", "scripts.convert", "--help"], cwd=ROOT, capture_output=True, text=True,
         timeout=120,
     )
     assert done.returncode == 0 and "from-hf DIR RUN" in done.stdout

@@ -19,11 +19,8 @@ SIZE = (
 
 def dry_run(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "train.py", "llama3-tiny", "--dry-run", *SIZE, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
+        [sys.executable, "train.py", "llama3-tiny", "--dry-run", *SIZE, *words], cwd=ROOT,
+        capture_output=True, text=True, timeout=200,
     )
 
 

@@ -7,6 +7,7 @@ import math
 import re
 
 import pytest
+import run_folder
 import torch
 from ranks import MODEL, corpus
 from torch.nn.functional import cross_entropy
@@ -25,15 +26,8 @@ SEQ = 16
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("evaluate")
     words = [
-        *MODEL,
-        "--train.steps",
-        "4",
-        "--optim.lr",
-        "0.01",
-        "--train.dtype",
-        "fp64",
-        "--data.path",
-        corpus(home),
+        *MODEL, "--train.steps", "4", "--optim.lr", "0.01", "--train.dtype", "fp64",
+        "--data.path", corpus(home),
     ]
     assert train.main(["llama2-tiny", *words, "--log.dir", str(home), "--log.name", "run"]) == 0
     return home
@@ -121,7 +115,7 @@ def test_threads_are_those_that_are_asked_for(home, other, monkeypatch, capsys):
 
 def test_the_run_s_own_split_gives_the_run_s_own_loss(home, capsys):
     """The last validation in metrics.jsonl reads eval.batches of it; here they are the same first samples."""
-    rows = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = run_folder.rows(home / "run")
     last = [row for row in rows if "val_loss" in row][-1]
     found = told(capsys, str(home / "run"), "--samples", "4")
     assert last["step"] == 4 and found["data"].endswith("(valid)")
@@ -146,7 +140,7 @@ def test_data_of_another_tokenizer_is_refused(home, tmp_path, capsys):
 
 
 def test_data_of_a_larger_tokenizer_is_refused_by_its_name(home, tmp_path):
-    """model.vocab is no way out of an evaluation: the other tokenizer is named, and not the first odd id."""
+    """An evaluation cannot change model.vocab: the error names the other tokenizer, not the first odd id."""
     tok = tokenizer.train_bpe(["some words to learn " * 9], 280, tmp_path / "x.model")
     with IndexedDatasetWriter(tmp_path / "large", tok.vocab) as out:
         out.add([270, 271, tok.eod] * 20)
@@ -157,8 +151,8 @@ def test_data_of_a_larger_tokenizer_is_refused_by_its_name(home, tmp_path):
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_sequences_beyond_the_context(home, capsys, positions):
-    """There are no more learned positions; rotary ones go on, and are said not to be trained."""
+def test_sequences_beyond_the_context_are_refused_or_noted(home, capsys, positions):
+    """Learned positions end there; rotary ones continue, with a note that they are not trained."""
     words = [*MODEL, "--train.steps", "1", "--data.path", str(home / "text"), "--log.dir", str(home)]
     words += ["--model.context", str(SEQ), "--log.name", positions]
     if positions == "learned":

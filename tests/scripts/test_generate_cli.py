@@ -1,4 +1,4 @@
-"""scripts.generate: what it writes is what the model says when it reads the whole text anew for each
+"""scripts.generate: what it writes is what the model says when it reads the whole text again for each
 token.
 """
 
@@ -34,9 +34,8 @@ def home(tmp_path_factory):
     data = corpus(home)
     for name, model in FAMILIES.items():
         words = [*model, "--train.steps", "6", "--optim.lr", "0.03", "--train.dtype", "fp64"]
-        assert (
-            train.main([name, *words, "--data.path", data, "--log.dir", str(home), "--log.name", name]) == 0
-        )
+        place = ("--data.path", data, "--log.dir", str(home), "--log.name", name)
+        assert train.main([name, *words, *place]) == 0
     return home
 
 
@@ -56,14 +55,14 @@ def read_anew(run, length: int) -> tuple[str, list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_likeliest_text_is_the_one_read_anew(home, capsys, name):
+def test_the_likeliest_text_is_that_of_a_model_without_a_cache(home, capsys, name):
     text, ids = read_anew(home / name, NEW)
     words = [str(home / name), "--prompt", PROMPT, "--max-new-tokens", str(NEW), "--temperature", "0"]
     assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told.pop("tokens_per_s") > 0
     assert told == {"text": text, "prompt_tokens": len(PROMPT), "new_tokens": NEW}
-    assert len(set(ids)) > 3  # it is no constant
+    assert len(set(ids)) > 3  # not a constant
     (checkpoint,) = (home / name / "checkpoints").glob("step_*")
     assert main([str(checkpoint), *words[1:]]) == 0
     assert capsys.readouterr().out == text + "\n"

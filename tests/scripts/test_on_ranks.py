@@ -16,6 +16,7 @@ import time
 import pytest
 import torch
 from ranks import MODEL, SIZES, corpus, job
+from waiting import wait_until
 
 from checkpoint import trained
 from checkpoint.disk.files import StorageError
@@ -50,7 +51,7 @@ def home(tmp_path_factory):
 
 
 def alone(main, *words: str) -> str:
-    """What one process prints."""
+    """Run it in one process and return what it prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert main(list(words)) == 0
@@ -62,7 +63,7 @@ def together(home, main, *words: str, world: int = 2, **more):
 
 
 def printed(end) -> str:
-    """What the first rank prints; the others print nothing."""
+    """The output of the first rank; the others must print nothing."""
     assert end.codes == [0] * len(end.codes), end.logs
     assert not any(end.logs[1:])
     return end.logs[0]
@@ -73,7 +74,7 @@ LAYOUTS = ("", "--parallel.pp 2", "--parallel.tp 2 --parallel.pp 1")
 
 @pytest.mark.slow(core=["mixture"])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_same_tokens(home, tmp_path, name):
+def test_ranks_generate_the_tokens_of_one_process(home, tmp_path, name):
     greedy = (str(home / name), "--prompt", "abc", "--max-new-tokens", "12", "--temperature", "0")
     sampled = (str(home / name), "--prompt", "abc", "--max-new-tokens", "12", "--samples", "2", "--seed", "3")
     for number, layout in enumerate(LAYOUTS):
@@ -81,12 +82,12 @@ def test_the_same_tokens(home, tmp_path, name):
             want = alone(generate.main, *words)
             end = together(tmp_path / str(number), generate.main, *words, *layout.split())
             assert printed(end) == want
-    assert len(set(want)) > 5  # it is no constant
+    assert len(set(want)) > 5  # not a constant
 
 
 @pytest.mark.slow(core=["mixture"])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_same_loss(home, tmp_path, name):
+def test_ranks_give_the_loss_of_one_process(home, tmp_path, name):
     words = (str(home / name), "--data", str(home / "text"), "--micro-batch", "3", "--json")
     want = json.loads(alone(evaluate.main, *words))
     for number, layout in enumerate(LAYOUTS):
@@ -121,7 +122,7 @@ KINDS = {  # what lm-eval asks for, and the metrics
 }
 
 
-def test_the_same_tasks(home, tmp_path):
+def test_ranks_score_tasks_as_one_process(home, tmp_path):
     for number, (context, continuation) in enumerate([("abcd", " efgh"), ("", "start"), ("x" * 60, "y")]):
         line = json.dumps({"context": context, "continuation": continuation})
         (tmp_path / f"text{number}.jsonl").write_text(line + "\n")
@@ -131,7 +132,7 @@ def test_the_same_tasks(home, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_tasks_of_lm_eval(home, tmp_path, kind):
+def test_ranks_score_tasks_of_lm_eval_as_one_process(home, tmp_path, kind):
     docs = [{"q": f"say {i}", "a": [chr(97 + i), chr(107 + i)], "gold": i % 2} for i in range(5)]
     (tmp_path / "docs.json").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     (tmp_path / "own.yaml").write_text(OWN_TASK.format(folder=tmp_path, kind=kind, metrics=KINDS[kind]))
@@ -153,7 +154,7 @@ def check_tasks(home, tmp_path, words: list[str], count: int) -> None:
 # ---- export ------------------------------------------------------------------------------------------------
 
 
-def files_of(folder) -> dict[str, bytes]:
+def underlying_files(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
@@ -168,12 +169,12 @@ EXPORTS = {  # run, words, ranks
 
 @pytest.mark.slow(core=["bf16"])
 @pytest.mark.parametrize("name", EXPORTS)
-def test_the_same_folder(home, tmp_path, name):
+def test_ranks_export_the_folder_of_one_process(home, tmp_path, name):
     run, words, world = EXPORTS[name]
     alone(convert.main, "to-hf", str(home / run), str(tmp_path / "alone"), *words.split())
     words = ["to-hf", str(home / run), str(tmp_path / "ranks"), *words.split()]
     said = printed(together(tmp_path / "job", convert.main, *words, world=world))
-    want, found = files_of(tmp_path / "alone"), files_of(tmp_path / "ranks")
+    want, found = underlying_files(tmp_path / "alone"), underlying_files(tmp_path / "ranks")
     assert list(found) == list(want) and all(found[file] == want[file] for file in want)
     shards = [file for file in found if file.endswith(".safetensors")]
     assert (len(shards) == 1) == (name == "one file")
@@ -233,9 +234,7 @@ def test_an_end_from_outside_leaves_no_folder(home, tmp_path):
         hf_ranks.check_file = lambda *_: time.sleep(60)
 
     def meanwhile(pids: dict[int, int]) -> None:
-        deadline = time.monotonic() + LIMIT
-        while not list(tmp_path.glob(".out.tmp-*/*.safetensors")) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: list(tmp_path.glob(".out.tmp-*/*.safetensors")), LIMIT)
         os.kill(pids[0], signal.SIGTERM)
 
     words = ("to-hf", str(home / "dense"), str(tmp_path / "out"), "--shard-size", "20KB")
@@ -250,7 +249,10 @@ def test_what_an_export_refuses_is_one_line(home, tmp_path):
     for words, says in (
         (("to-hf", str(home / "dense"), str(tmp_path / "full")), f"{tmp_path}/full: exists already; choose"),
         (("from-hf", str(home), str(tmp_path / "run")), "from-hf: one process imports, and here are 2 ranks"),
-        (("to-hf", "a", "b", "--shard-size", "5"), "--shard-size: expected a size as 5GB or 200MB, got '5'"),
+        (
+            ("to-hf", "a", "b", "--shard-size", "5"),
+            "--shard-size: expected a size such as 5GB or 200MB, got '5'",
+        ),
     ):
         end = together(tmp_path / "job", convert.main, *words)
         assert 2 in end.codes
@@ -263,11 +265,11 @@ def test_what_an_export_refuses_is_one_line(home, tmp_path):
 REFUSED = [  # script, words, ranks, what is said
     ("generate", "--parallel.tp 3", 3, "parallel.tp: 3 does not divide model.mixer.heads=4"),
     ("generate", "--parallel.pp 4", 4, "parallel.pp: 4 stages, and model.layers is 2; lower it, or raise"),
-    ("evaluate", "--parallel.tp 2", 3, "parallel.tp*pp = 2*1 = 2 on 3 ranks: each rank holds another part"),
+    ("evaluate", "--parallel.tp 2", 3, "parallel.tp*pp = 2*1 = 2 on 3 ranks: each rank holds a"),
     ("evaluate", "", 3, "parallel.tp: no degree divides a node's ranks and the model so that the rest of 3 "),
-    ("generate", "--parallel.cp 2", 2, "unrecognized arguments: --parallel.cp 2; python -m scripts.generate"),
+    ("generate", "--parallel.cp 2", 2, "unrecognized arguments: --parallel.cp 2; see python -m scripts.generate"),
     ("evaluate", "--parallel.pp 0", 2, "--parallel.pp: 0 must be above 0"),
-    ("generate", "--parallel.tp 2", 1, "parallel.tp*pp = 2*1 = 2 on 1 rank: each rank holds another part"),
+    ("generate", "--parallel.tp 2", 1, "parallel.tp*pp = 2*1 = 2 on 1 rank: each rank holds a"),
 ]
 MAIN = {"generate": generate.main, "evaluate": evaluate.main}
 
@@ -283,8 +285,10 @@ def test_a_layout_that_cannot_be_is_one_line(home, tmp_path, script, words, worl
 def test_other_words_and_a_failure_of_one_rank(home, tmp_path):
     words = (str(home / "dense"), "--max-new-tokens", "3")
     end = together(tmp_path / "words", generate.main, *words, rank_args={1: ["--seed", "1"]})
-    assert 2 in end.codes and end.errors() == [
-        "error: rank 1 was started with another command than rank 0; start every rank with the same command, "
+    assert 2 in end.codes
+    assert end.errors() == [
+        "error: rank 1 was started with a different command than rank 0; start every rank with the same "
+        "command, "
         "from the same checkout"
     ]
 

@@ -9,7 +9,7 @@ from config import ConfigError
 from config.reading import resolve
 from plan import run_report
 from plan.count import parameters
-from plan.run_limits import numbers_of_gpus
+from plan.run_limits import candidate_gpu_counts
 from runtime.failure import fail_cleanly
 from scripts import plan
 
@@ -68,7 +68,7 @@ def test_the_most_tokens_are_whole_steps(capsys, limit):
     assert run["days"] <= 10
     longer = found_by([*argv, "--tokens", str(run["tokens"] + 1)], capsys)["run"]
     assert longer["steps"] == run["steps"] + 1 and longer["days"] > 10
-    for share, bought in zip((1.55, 0.63), run["tokens_interval"]):
+    for share, bought in zip((1.54, 0.62), run["tokens_interval"]):
         assert bought == pytest.approx(run["tokens"] / share, rel=1e-3)
 
     assert plan.main([*argv, *limit]) == 0
@@ -119,8 +119,9 @@ def test_a_recipe_without_a_layout_or_a_step_is_named_and_left_out(capsys):
     "words, says",
     [
         ("--tokens 1e12", "--tokens: give --gpus N, or without it --days D or --budget USD --price P"),
-        ("--days 3", "--days: give --tokens, as 1.5e12, for the number of GPUs, or --gpus N"),
-        ("--budget 3 --price 1", "--budget: give --tokens, as 1.5e12, for the number of GPUs, or --gpus N"),
+        ("--days 3", "--days: give --tokens, such as 1.5e12, for the number of GPUs, or --gpus N"),
+        ("--budget 3 --price 1",
+         "--budget: give --tokens, such as 1.5e12, for the number of GPUs, or --gpus N"),
         ("--days 3 --gpus 8 --tokens 1e12", "--days: --gpus and --tokens decide it; leave out --gpus"),
         ("--days 3 --budget 9 --gpus 8 --tokens 1e12", "--days and --budget: a run has one limit"),
         ("--budget 9 --gpus 8", "--budget: needs --price"),
@@ -166,5 +167,5 @@ def test_no_number_within_the_limit_names_the_nearest(capsys):
 def test_the_page_says_which_numbers_are_tried():
     said = " ".join(plan.arguments().format_help().split())
     assert "1, 2, 4 and so on below a node, and 1, 2, 3, 4, 6, 8, 12 and so on whole nodes" in said
-    assert f"without --gpus ({run_report.MOST_GPUS})" in said
-    assert numbers_of_gpus(8, 100) == [1, 2, 4, *(8 * nodes for nodes in (1, 2, 3, 4, 6, 8, 12))]
+    assert f"without --gpus ({run_report.MAX_GPUS})" in said
+    assert candidate_gpu_counts(8, 100) == [1, 2, 4, *(8 * nodes for nodes in (1, 2, 3, 4, 6, 8, 12))]

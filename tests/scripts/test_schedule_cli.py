@@ -25,12 +25,8 @@ def run(capsys, line):
 def test_the_documented_command(tmp_path):
     words = ["--kind", "zb-v", "--pp", "4", "--micro", "8", "--out", str(tmp_path / "x.png")]
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.schedule", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "100"},
+        [sys.executable, "-m", "scripts.schedule", *words], cwd=ROOT, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "COLUMNS": "100"},
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "bubble 0.0%" in done.stdout and "no deadlock" in done.stdout and "rank 3 |" in done.stdout
@@ -38,7 +34,7 @@ def test_the_documented_command(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-def test_json(capsys):
+def test_json_has_the_numbers_of_a_schedule(capsys):
     code, out, _ = run(capsys, "--kind 1f1b --pp 4 --micro 8 --json")
     x = json.loads(out)
     assert code == 0 and out.count("\n") == 1
@@ -51,7 +47,7 @@ def test_json(capsys):
     assert x["idle"] == pytest.approx(1.5 / 25.5) and x["rank_peak"] == [4] * 4
 
 
-def test_costs_hop_and_overlap(capsys):
+def test_costs_hops_and_overlap_change_the_bubble(capsys):
     x = json.loads(run(capsys, "--kind zb-h1 --pp 4 --micro 8 --f 1 --i 1.1 --w 0.7 --json")[1])
     assert x["bubble_time"] == x["formula_time"] == 4.2  # exact: 3 (1 + 1.1 - 0.7)
     slow = json.loads(run(capsys, "--kind zb-h1 --pp 4 --micro 8 --hop 0.5 --json")[1])
@@ -64,17 +60,11 @@ def test_costs_hop_and_overlap(capsys):
     assert json.loads(run(capsys, "--kind interleaved --pp 2 --micro 4 --vpp 3 --json")[1])["vpp"] == 3
 
 
-def test_list(capsys):
+def test_the_list_has_every_schedule(capsys):
     code, out, _ = run(capsys, "--list")
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == [
-        "kind",
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "zb-h1",
-        "zb-v",
-        "dualpipe-v",
-        "overlapped",
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "kind", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "overlapped",
     ]
     assert max(map(len, out.splitlines())) <= 80
     assert len(json.loads(run(capsys, "--list --json")[1])) == 6
@@ -84,8 +74,7 @@ def test_list(capsys):
 @pytest.mark.parametrize(
     "line",
     [
-        "--kind zb-v --pp 2 --micro 3",
-        "--kind interleaved --pp 2 --micro 2 --vpp 2",
+        "--kind zb-v --pp 2 --micro 3", "--kind interleaved --pp 2 --micro 2 --vpp 2",
         "--kind 1f1b --pp 1 --micro 2",
     ],
 )
@@ -114,19 +103,15 @@ def test_the_measured_step_is_drawn_beside_the_simulated_one(capsys, tmp_path):
 @pytest.mark.parametrize(
     "line,says",
     [
-        (
-            "--kind 1f1b --pp 2 --micro 2 --run llama3-tinny",
-            "llama3-tinny: no such recipe; did you mean llama3-tiny",
-        ),
-        (
-            "--kind 1f1b --pp 40 --micro 2 --run llama3-tiny",
-            "--run: starts a process for each of --pp 40 ranks, at most 16",
-        ),
-        ("--kind 1f1b --pp 2 --micro 2 --run llama3.1-8b", "parameters; take a recipe of at most"),
+        ("--kind 1f1b --pp 2 --micro 2 --run llama3-tinny",
+         "llama3-tinny: no such recipe; did you mean llama3-tiny"),
+        ("--kind 1f1b --pp 40 --micro 2 --run llama3-tiny",
+         "--run: starts a process for each of --pp 40 ranks, at most 16"),
+        ("--kind 1f1b --pp 2 --micro 2 --run llama3.1-8b", "parameters; use a recipe of at most"),
         ("", "--kind: missing"),
         ("--kind zbv --pp 4 --micro 4", "did you mean zb-v?"),
         ("--kind 1f1b --pp 4", "--micro: missing"),
-        ("--kind interleaved --pp 4 --micro 6", "take 4 or 8"),
+        ("--kind interleaved --pp 4 --micro 6", "use 4 or 8"),
         ("--kind 1f1b --pp 0 --micro 4", "--pp: expected at least 1"),
         ("--kind 1f1b --pp 4 --micro -1", "--micro: expected at least 1"),
         ("--kind 1f1b --pp x --micro 4", "--pp: expected a whole number, got 'x'"),

@@ -28,7 +28,7 @@ def everything(run):
     return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_all_good(run, capsys):
+def test_good_checkpoints_are_called_good_and_left_alone(run, capsys):
     before = everything(run)
     assert scrub.main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -46,12 +46,8 @@ def set_up(
     calls = folder / "calls"
     calls.write_text("")
     environment = {
-        "PATH": str(programs),
-        "CALLS": str(calls),
-        "HAS_TORCH": str(has_torch),
-        "PIP_CONFIG": pip_config,
-        "INDEX_FAILS": str(index_fails),
-        **more,
+        "PATH": str(programs), "CALLS": str(calls), "HAS_TORCH": str(has_torch), "PIP_CONFIG": pip_config,
+        "INDEX_FAILS": str(index_fails), **more,
     }
     if named:
         environment["BEVATRON_PYTHON"] = named
@@ -79,14 +75,14 @@ def write(path, text):
     ],
     ids=str,
 )
-def test_which_python(tmp_path, versions, named, taken):
+def test_the_best_python_is_taken(tmp_path, versions, named, taken):
     code, output, calls = set_up(tmp_path, versions, named)
     assert code == 0 and output.endswith("ready\n") and f"with Python {taken}.0" in output, output
     assert calls[0] == f"made by {taken}"
 
 
 @pytest.mark.parametrize("versions", [(), ("3.9",), ("3.15",)], ids=str)
-def test_without_one_it_says_which(tmp_path, versions):
+def test_without_a_python_it_says_which_it_needs(tmp_path, versions):
     code, output, calls = set_up(tmp_path, versions)
     assert code == 2 and not calls
     assert output == "error: Python 3.10 to 3.14 is needed; install one, or name it in BEVATRON_PYTHON\n"

@@ -1,5 +1,5 @@
-"""The GPU's race of steps, rehearsed on a CPU: what it plans, that a contestant which crashes, hangs or is
-not there costs its box alone, and that what is measured is there even when the run is killed.
+"""The race of steps on a GPU, rehearsed on a CPU: its plan, contestants that crash, hang or are missing, and
+its table.
 """
 
 import json
@@ -28,20 +28,30 @@ MACHINE = card.GpuMachine("CPU", "", torch.__version__, card.CPU_MEMORY)
 WHERE = MACHINE.facts()
 
 
+MEASURED = {"problem": None, "ms": 600.0, "spread": 0.0, "gib": 1.0, "loss": 6.0, "first s": 1.0}
+MEASURED |= {"parameters": 1}
+
+
 def args(tmp_path, **more):
-    return Namespace(
-        **{
-            "device": "cpu",
-            "tiny": True,
-            "minutes": 2.0,
-            "only": "dense",
-            "peers": "ours",
-            "site": "",
-            "out": str(tmp_path / "x" / "step.jsonl"),
-            "table": str(tmp_path / "step.md"),
-            **more,
-        }
-    )
+    usual = {"device": "cpu", "tiny": True, "minutes": 2.0, "only": "dense", "peers": "ours", "site": ""}
+    places = {"out": str(tmp_path / "x" / "step.jsonl"), "table": str(tmp_path / "step.md")}
+    return Namespace(**usual | places | more)
+
+
+def make_rows(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "x" / "step.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def starts_instead(monkeypatch):
+    """starts_instead(words): each contestant is python with these words."""
+    start = subprocess.Popen
+
+    def replace_program(*words):
+        program = [sys.executable, *words]
+        monkeypatch.setattr(process.subprocess, "Popen", lambda _, **how: start(program, **how))
+
+    return replace_program
 
 
 def test_the_models_are_those_of_the_targets():
@@ -92,17 +102,8 @@ def test_a_model_that_does_not_fit_runs_with_fewer_layers(tmp_path, monkeypatch)
     monkeypatch.setattr(card, "PLAN", (Entry("moe", "ours"), Entry("moe", "torchtitan+compile")))
 
     def run(entry, shape, args, limit_s):
-        measured = {
-            "ms": 10.0 * shape.layers,
-            "spread": 0.0,
-            "loss": 6.0,
-            "gib": 1.0,
-            "parameters": 1,
-            "first s": 1.0,
-            "problem": None,
-        }
         fits = shape.layers <= (10 if entry.contestant == "ours" else 5)
-        return measured if fits else card.NO_RESULT | {"problem": "out of memory"}
+        return MEASURED if fits else card.NO_RESULT | {"problem": "out of memory"}
 
     monkeypatch.setattr(card, "run_contestant", run)
     rows = list(card.run_plan(MACHINE, args(tmp_path, only="moe", peers=""), lambda: 100.0))
@@ -124,9 +125,8 @@ def test_a_model_of_which_too_little_fits_is_not_run(tmp_path, monkeypatch):
 
 
 def test_the_noise_is_that_of_ours_measured_twice():
-    shape = vars(Shape.gpu_models(False)["dense"])
-    one = {"model": "dense", "contestant": "ours", "problem": None, "spread": 0.0, "gib": 1.0, "loss": 1.0}
-    one |= {"parameters": 1, "first s": 1.0, "shape": shape, "tokens/s": 1.0, "TFLOP/s": 1.0, "MFU": 0.5}
+    one = MEASURED | {"model": "dense", "contestant": "ours", "shape": vars(Shape.gpu_models(False)["dense"])}
+    one |= {"tokens/s": 1.0, "TFLOP/s": 1.0, "MFU": 0.5}
     text = make_table([{**one, "ms": 100.0}, {**one, "ms": 102.0}], WHERE)
     assert "Noise: ours on the dense model took 100.0, 102.0 ms, 2.0% apart." in text
 
@@ -138,61 +138,33 @@ def test_a_shape_gets_as_many_layers_as_fit():
 
 
 @pytest.mark.slow
-def test_results_are_there_as_they_come(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        card,
-        "PLAN",
-        (
-            Entry("dense", "ours"),
-            Entry("dense", "ours+graphs"),
-            Entry("dense", "ours+fp8"),
-            Entry("moe", "ours+fp8"),
-        ),
-    )
+def test_results_are_written_as_they_come(tmp_path, monkeypatch, capsys):
+    plan = [("dense", "ours"), ("dense", "ours+graphs"), ("dense", "ours+fp8"), ("moe", "ours+fp8")]
+    monkeypatch.setattr(card, "PLAN", tuple(Entry(*words) for words in plan))
     assert card.main(args(tmp_path, only="")) == 0
-    rows = [json.loads(x) for x in (tmp_path / "x" / "step.jsonl").read_text().splitlines()]
-    assert [(r["model"], r["contestant"]) for r in rows] == [
-        ("dense", "ours"),
-        ("dense", "ours+graphs"),
-        ("dense", "ours+fp8"),
-        ("moe", "ours+fp8"),
-    ]
-    for r in (rows[0], *rows[2:]):
-        assert (
-            r["problem"] is None
-            and r["tokens/s"] > 0
-            and r["ms"] > 0
-            and 5 < r["loss"] < 8
-            and r["parameters"] > 0
-            and r["versions"]["torch"]
-        )
+    rows = make_rows(tmp_path)
+    assert [(row["model"], row["contestant"]) for row in rows] == plan
+    for row in (rows[0], *rows[2:]):
+        assert row["problem"] is None and 5 < row["loss"] < 8 and row["versions"]["torch"]
+        assert min(row["tokens/s"], row["ms"], row["parameters"]) > 0
     assert "train.cuda_graphs" in rows[1]["problem"]
     assert "not run: " in capsys.readouterr().out
     text = (tmp_path / "step.md").read_text()
     assert text.count("|---") and text.count("| dense | ours | ") == 1 and "torch " in text.splitlines()[0]
 
 
-def test_a_contestant_that_hangs_costs_its_box(tmp_path, monkeypatch):
-    """And takes the processes that it started with it."""
+def test_a_contestant_that_hangs_is_stopped_with_the_processes_that_it_started(tmp_path, starts_instead):
     hang = tmp_path / "hang.py"
     hang.write_text(
         "import subprocess, sys, time\np = subprocess.Popen(['sleep', '600'])\n"
         'print(\'{"phase": "building", "s": 0}\', flush=True)\n'
         "open(sys.argv[1], 'w').write(str(p.pid))\ntime.sleep(600)\n"
     )
-    start = subprocess.Popen
-    monkeypatch.setattr(
-        process.subprocess,
-        "Popen",
-        lambda cmd, **how: start([sys.executable, str(hang), str(tmp_path / "pid")], **how),
-    )
+    starts_instead(str(hang), str(tmp_path / "pid"))
     begun = time.monotonic()
     row = card.run_contestant(Entry("dense", "ours"), Shape.gpu_models(True)["dense"], args(tmp_path), 8.0)
-    assert (
-        row["ms"] is None
-        and row["problem"] == "stopped after its 8 s, last phase: building"
-        and time.monotonic() - begun < 20
-    )
+    assert row["ms"] is None and row["problem"] == "stopped after its 8 s, last phase: building"
+    assert time.monotonic() - begun < 20
     child = int((tmp_path / "pid").read_text())
     for _ in range(50):
         if not os.path.exists(f"/proc/{child}") or "Z" in open(f"/proc/{child}/stat").read().split()[2]:
@@ -203,43 +175,23 @@ def test_a_contestant_that_hangs_costs_its_box(tmp_path, monkeypatch):
         pytest.fail("what a contestant started lives on")
 
 
-def test_a_contestant_that_dies_says_why(tmp_path, monkeypatch):
-    start = subprocess.Popen
-    monkeypatch.setattr(
-        process.subprocess,
-        "Popen",
-        lambda cmd, **how: start([sys.executable, "-c", "import os; os.abort()"], **how),
-    )
-    assert card.run_contestant(Entry("dense", "ours"), Shape.gpu_models(True)["dense"], args(tmp_path), 20.0)[
-        "problem"
-    ]
-    assert (
-        last_error_line("Traceback\n  x\nValueError: no\n[rank0] bye\n") == "ValueError: no"
-        and last_error_line("") == "exited without output"
-    )
+def test_a_contestant_that_dies_is_named_with_its_last_error(tmp_path, starts_instead):
+    starts_instead("-c", "import os; os.abort()")
+    shape = Shape.gpu_models(True)["dense"]
+    assert card.run_contestant(Entry("dense", "ours"), shape, args(tmp_path), 20.0)["problem"]
+    assert last_error_line("Traceback\n  x\nValueError: no\n[rank0] bye\n") == "ValueError: no"
+    assert last_error_line("") == "exited without output"
 
 
-def test_no_time_left(tmp_path):
+def test_without_time_a_contestant_is_not_begun(tmp_path):
     assert card.main(args(tmp_path, minutes=0.1)) == 0
-    row = json.loads((tmp_path / "x" / "step.jsonl").read_text().splitlines()[0])
-    assert row["problem"].startswith("no time left")
+    assert make_rows(tmp_path)[0]["problem"].startswith("no time left")
 
 
-def test_what_follows_from_a_measured_step():
+def test_rates_and_ratios_follow_from_a_measured_step():
     shape = Shape.gpu_models(False)["dense"]
-    row = {
-        "model": "dense",
-        "contestant": "torchtitan+compile",
-        "problem": None,
-        "ms": 600.0,
-        "spread": 0.01,
-        "gib": 60.0,
-        "loss": 10.4,
-        "parameters": 1.57e9,
-        "first s": 30.0,
-        "shape": vars(shape),
-        "versions": {"torch": "2.11.0"},
-    }
+    row = MEASURED | {"model": "dense", "contestant": "torchtitan+compile", "shape": vars(shape)}
+    row |= {"parameters": 1.57e9, "versions": {"torch": "2.11.0"}}
     row |= derived_figures(row, shape, 989e12)
     assert row["tokens/s"] == pytest.approx(54613, rel=1e-3) and row["MFU"] == pytest.approx(0.576, abs=2e-3)
     ours = {**row, "contestant": "ours", "ms": 300.0}
@@ -247,22 +199,14 @@ def test_what_follows_from_a_measured_step():
     lost = {"model": "dense", "contestant": "x", "problem": "out of memory", "ms": None}
     assert table_cells(row, {"dense": 2 * row["TFLOP/s"]}, {})["ours is"] == "2.00 x"
     text = make_table([ours, row, lost], {"card": "NVIDIA H200", "driver": "580", "torch": "2.11"})
-    assert (
-        "NVIDIA H200, driver 580, torch 2.11.0" in text
-        and "2.00 x" in text
-        and "not run: out of memory" in text
-    )
+    for part in ("NVIDIA H200, driver 580, torch 2.11.0", "2.00 x", "not run: out of memory"):
+        assert part in text
 
 
-@pytest.mark.parametrize("argv", [["--device", "cpu", "--tiny", "--only", "moe", "--peers", "ours"]])
-def test_from_the_command_line(tmp_path, argv):
+def test_the_command_prints_the_table(tmp_path):
     out = tmp_path / "step.jsonl"
-    end = subprocess.run(
-        [sys.executable, "-m", "scripts.bench", "step", *argv, "--out", str(out)],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["step", "--device", "cpu", "--tiny", "--only", "moe", "--peers", "ours", "--out", str(out)]
+    command = [sys.executable, "-m", "scripts.bench", *words]
+    end = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120)
     assert end.returncode == 0, end.stderr
     assert json.loads(out.read_text().splitlines()[0])["tokens/s"] > 0 and "| moe | ours |" in end.stdout

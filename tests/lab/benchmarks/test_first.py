@@ -151,7 +151,7 @@ def rows_of_tests(folder, text, done=frozenset()):
     return [message for message in messages if "row" in message]
 
 
-def test_tests_are_rows(tmp_path):
+def test_each_test_is_a_row_with_its_state(tmp_path):
     text = (
         "def test_a(record_property): record_property('error', 0.25)\n"
         "def test_b(): assert 1 == 2, 'too far'\n"
@@ -190,7 +190,7 @@ def test_every_shape_fits_the_card(gib):
         if shape is None:
             absent.add(section.model)
             continue
-        assert card.planned_bytes(shape, card.dtype_of(section.contestant)) <= room
+        assert card.planned_bytes(shape, card.get_dtype(section.contestant)) <= room
     assert absent == ({"8b", "moe"} if gib == 24 else set())
     text = first_plan.plan_text(gib * card.GIB, 4.0)
     assert text.count(card.TOO_LARGE) == (4 if gib == 24 else 0)
@@ -215,11 +215,11 @@ def test_memory_and_cores_bound_the_jobs():
 def test_a_step_has_an_alternative_with_fewer_layers():
     machine = card.GpuMachine("NVIDIA H100 80GB HBM3", "580", "2.11", 80 * card.GIB)
     run = first_jobs.FirstRun("cuda", False, "", Path(), machine, 8, CHIPS["h100"])
-    jobs = [job.name for section in first_plan.SECTIONS for job in first_jobs.jobs_of(section, run)]
+    jobs = [job.name for section in first_plan.SECTIONS for job in first_jobs.get_jobs(section, run)]
     assert len(set(jobs)) == len(jobs)  # a log each
     for section in first_plan.SECTIONS:
         if section.kind == "step":
-            [job] = first_jobs.jobs_of(section, run)
+            [job] = first_jobs.get_jobs(section, run)
             planned, smaller = (one.run.keywords["shape"] for one in (job, job.alternative))
             assert smaller.layers == planned.layers - card.FEWER_LAYERS
             assert job.alternative.alternative is None
@@ -244,12 +244,12 @@ def test_what_is_missing_has_no_time():
 
 
 def test_what_needs_no_gpu_shares_a_pool():
-    pools = [[section.name for section in pool] for pool in first.pools_of(list(first_plan.SECTIONS))]
+    pools = [[section.name for section in pool] for pool in first.make_pools(list(first_plan.SECTIONS))]
     assert ["kernels", "modelled"] in pools and ["dense ours"] in pools and sum(map(len, pools)) == len(
         first_plan.SECTIONS
     )
     alone = [section for section in first_plan.SECTIONS if section.name in ("dense ours", "modelled")]
-    assert [len(pool) for pool in first.pools_of(alone)] == [1, 1]
+    assert [len(pool) for pool in first.make_pools(alone)] == [1, 1]
 
 
 def test_only_rows_that_are_ok_are_taken_over(tmp_path):
@@ -273,7 +273,7 @@ def test_only_rows_that_are_ok_are_taken_over(tmp_path):
         first.results_before(str(tmp_path / "none.tar.gz"), "H200")
 
 
-def test_bad_options_are_errors(tmp_path):
+def test_unknown_sections_and_folders_without_tests_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--only kernel: no such section; there are rates, "):
         first.chosen_sections("dense ours,kernel")
     with pytest.raises(ConfigError, match="no file of it has a test marked gpu"):
@@ -295,7 +295,7 @@ def test_no_gpu_is_one_line(tmp_path):
 
 def test_what_travels_is_small_enough():
     tracked, _ = travel.travel_bytes()
-    assert tracked + PEERS_MIB * 2**20 < travel.MOST_BYTES
+    assert tracked + PEERS_MIB * 2**20 < travel.MAX_TRAVEL_BYTES
     assert ROOT / "train.py" in travel.tracked_files()
 
 

@@ -77,7 +77,7 @@ def assert_gone(pid):
         (partial(time.sleep, 600), "hung for 3 s"),
     ],
 )
-def test_what_fails_is_wrong_and_the_rest_goes_on(place, action, problem):
+def test_a_row_that_fails_is_wrong_and_the_others_run(place, action, problem):
     messages = run(place, job("x", steps(nothing, action, nothing), limit_s=3.0))
     rows, complete = shown(messages)
     assert rows == [("a", "ok"), ("b", "wrong"), ("c", "ok")] and complete == ["x"]
@@ -94,7 +94,7 @@ def test_what_fails_before_a_row_is_tried_once(place):
     assert not (place.logs / "y.log").exists()  # all of it was ok
 
 
-def test_time_that_is_over_is_no_verdict(place):
+def test_without_time_a_row_has_no_verdict(place):
     is_in_b = place.logs / "b"
     slow = steps(nothing, lambda: (is_in_b.touch(), time.sleep(600)))
     jobs_of_a_minute = job("x", slow, limit_s=60.0), job("y", slow, limit_s=60.0)
@@ -151,9 +151,8 @@ def test_what_a_job_started_ends_with_it(place):
         report(row="a", state="ok", pid=child.pid)
         time.sleep(600)
 
-    messages = run_jobs(
-        [job("x", function, limit_s=60.0)], place, most=1, seconds_left=lambda: 60.0, done={}
-    )
+    one = [job("x", function, limit_s=60.0)]
+    messages = run_jobs(one, place, most=1, seconds_left=lambda: 60.0, done={})
     pid = next(messages)["pid"]
     messages.close()
     assert_gone(pid)

@@ -8,7 +8,7 @@ import pytest
 from lab.benchmarks import card, first_jobs, step_model
 from lab.benchmarks.first_plan import SCENARIOS, SECTIONS
 from lab.benchmarks.first_table import make_table
-from lab.benchmarks.measured import compare, component_of, measured_rates, modelled_components
+from lab.benchmarks.measured import compare, get_component, measured_rates, modelled_components
 from plan.record.launches import CHIPS
 from plan.record.rates import ASSUMED, RATES, TERA, Work, interpolated, seconds
 from plan.record.work import KERNELS
@@ -27,13 +27,8 @@ def modelled():
     """The dense step of a chip with little memory, as a job reports it."""
     run = first_jobs.FirstRun("cuda", False, "", Path(), MACHINE, jobs=8, chip=CHIP)
     messages = []
-    first_jobs.report_modelled(
-        lambda **message: messages.append(message),
-        frozenset(),
-        step="dense ours",
-        scenario="dense",
-        run=run,
-    )
+    report = lambda **message: messages.append(message)
+    first_jobs.report_modelled(report, frozenset(), step="dense ours", scenario="dense", run=run)
     return {"section": "modelled", **messages[-1]}
 
 
@@ -71,7 +66,7 @@ def test_measured_rates_come_before_assumed_ones():
 
 
 def test_assumed_rates_give_the_time_of_the_step_model(modelled):
-    """What a job reports is all that the model needs."""
+    """The report of a job has everything that the model needs."""
     step = step_model.model_step("dense", CHIP)
     assert modelled["layers"] == step.layers < 5 and modelled["model_flops"] == step.model_flops
     assert sum(modelled_components(modelled, ASSUMED).values()) == pytest.approx(step.step_ms[1], rel=1e-6)
@@ -111,7 +106,7 @@ def test_every_rate_that_is_measured_is_one_of_the_model():
 )
 def test_kernels_are_told_apart_by_their_names(name, component):
     known = {full.partition(".")[2]: first_component(full) for full in KERNELS}
-    assert component_of(name, known) == component
+    assert get_component(name, known) == component
 
 
 def first_component(full):

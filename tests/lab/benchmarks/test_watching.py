@@ -11,7 +11,7 @@ import pytest
 
 from config import ConfigError
 from lab.benchmarks.corpus import write_corpus
-from lab.benchmarks.watching import OFTEN, REPORT, RUN, WATCHES, RankCosts, rows_of
+from lab.benchmarks.watching import OFTEN, REPORT, RUN, WATCHES, RankCosts, make_rows
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def test_a_real_run_has_every_watch():
 
 @pytest.mark.slow
 def test_a_mac_has_the_watches_without_the_threads(tmp_path):
-    """There is no clock of another thread: the ranks run, and report their calls."""
+    """macOS has no CPU clock of another thread: the ranks run, and report their calls."""
     data = write_corpus(tmp_path, documents=500)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -44,24 +44,24 @@ def test_a_mac_has_the_watches_without_the_threads(tmp_path):
     files = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
     reports = [RankCosts(**json.loads(file.read_text())) for file in files]
     assert [report.threads for report in reports] == [{}, {}]
-    rows, _ = rows_of(reports)  # it raises if no rank has called a watch
+    rows, _ = make_rows(reports)  # it raises if no rank has called a watch
     assert [row["watch"] for row in rows] == [watch.what for watch in WATCHES.values()]
 
 
 def report(seconds, steps=20, threads=None):
-    """Of a rank whose watches each take so many seconds in a call, and whose steps take one second."""
+    """A rank whose watches take these seconds in each call, and whose steps take one second."""
     calls = {name: [seconds] * (steps if watch.every in (1, 10) else 2) for name, watch in WATCHES.items()}
     return RankCosts(calls, threads or {}, [1.0] * steps, seconds=10.0)
 
 
 @pytest.mark.slow
 def test_the_slowest_rank_counts_at_the_usual_intervals():
-    rows, share = rows_of([report(0.01), report(0.02, threads={"peers": 0.05})])
+    rows, share = make_rows([report(0.01), report(0.02, threads={"peers": 0.05})])
     shares = {row["watch"]: row.get("share of a step") for row in rows}
     assert shares["what replicas share is compared"] == "0.020%"  # 20 ms in 100 steps of 1 s
     assert shares["the times of ranks are compared"] == "1.000%"  # of a window of 10 steps: 5 calls of 20 ms
-    assert shares["ranks agree to go on"] == "2.000%"
-    assert shares["the disk is tried"] is None  # before the first step
+    assert shares["ranks agree to continue"] == "2.000%"
+    assert shares["the disk is probed"] is None  # before the first step
     assert shares["thread `peers`"] == "0.500%"  # 50 ms of CPU in 10 s
     assert share == pytest.approx(0.0002 + 0.01 + 0.02 + 0.02 + 0.005)
 
@@ -70,5 +70,5 @@ def test_the_slowest_rank_counts_at_the_usual_intervals():
 def test_a_watch_that_nobody_has_called_is_named():
     silent = report(0.01)
     silent.calls["agree_to_stop"] = []
-    with pytest.raises(ConfigError, match="no rank has called agree_to_stop"):
-        rows_of([silent])
+    with pytest.raises(ConfigError, match="no rank called agree_to_stop"):
+        make_rows([silent])

@@ -25,7 +25,7 @@ def test_a_rank_says_as_much_whatever_the_number_of_ranks(capsys):
 @pytest.mark.parametrize("text", ["8", "1,2", "a,b", "", "8,8"])
 def test_ranks_that_are_no_numbers(text):
     with pytest.raises(ConfigError, match="--ranks: .*: give two numbers or more"):
-        words.sizes_of(text)
+        words.parse_sizes(text)
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def test_each_fault_fits_a_layout_and_each_layout_meets_most_faults():
 
 
 @pytest.mark.parametrize("words, told", [
-    (("--layouts", "tp3"), "--layouts: 'tp3' is none of one, "),
+    (("--layouts", "tp3"), "--layouts: 'tp3' is not one of one, "),
     (("--faults", "rain"), "--faults: 'rain' is in none of: "),
     (("--rounds", "2", "--only", "2"), "no round is left"),
 ])
@@ -219,7 +219,7 @@ def rounds_run(monkeypatch):
     return numbers
 
 
-def test_another_start_goes_on_after_the_rounds_of_the_file(tmp_path, rounds_run, capsys):
+def test_another_start_continues_after_the_rounds_of_the_file(tmp_path, rounds_run, capsys):
     file = tmp_path / "results.jsonl"
     words = ("--rounds", "5", "--seed", "3", "--resume", str(file))
     assert command.main(options(*words, "--part", "2/2")) == 0
@@ -253,7 +253,7 @@ def test_a_file_of_another_draw_is_refused(tmp_path, rounds_run, words):
 
 @pytest.mark.slow(every=2)
 @pytest.mark.parametrize("line", ["5", "[1]", "{}", '{"number": [0]}', '{"number": 0, "rain": 1}'])
-def test_a_line_that_is_no_round_is_refused(tmp_path, rounds_run, line):
+def test_a_line_that_is_not_a_round_is_refused(tmp_path, rounds_run, line):
     file = tmp_path / "results.jsonl"
     file.write_text(line + "\n")
     with pytest.raises(ConfigError, match="--resume: line 1 of .* is of another draw"):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import Config, ConfigError
-from config.reading import phases_of
+from config.reading import get_phases
 from config.reading.kinds import every_path
 from config.tree import has_path, value_at, with_values
 from lab.proof import lattice, mup
@@ -95,12 +95,8 @@ def test_a_layout_that_dies_does_not_hide_the_others(monkeypatch, capfd):
     assert main(["llama3-tiny", "--world", "2", "--layouts", "2", "--only", "mb1", "zero1"]) == 1
     told = capfd.readouterr()
     lines = [line for line in told.out.splitlines() if line.startswith(("ok ", "WRONG "))]
-    assert (
-        lines[0].startswith("WRONG")
-        and "died: TypeError" in lines[0]
-        and lines[1].startswith("ok")
-        and "Traceback" in told.err
-    )
+    assert lines[0].startswith("WRONG") and "died: TypeError" in lines[0] and lines[1].startswith("ok")
+    assert "Traceback" in told.err
     assert calls[0] is not calls[1] and told.out.splitlines()[-1].startswith("1 of 2 layouts")
 
 
@@ -153,26 +149,14 @@ def test_a_proof_with_overrides_trains_them_on_every_rank_and_says_them(monkeypa
         return prove(pool, cfg, home, is_strict)
 
     monkeypatch.setattr(command, "prove", recorded)
-    argv = [
-        "--model.mlp.activation=gelu",
-        "llama3-tiny",
-        "--world",
-        "2",
-        "--layouts",
-        "2",
-        "--model.mixer.qk_norm",
-        "head",
-        "--only",
-        "no-wide",
-        "no-ramp",
-    ]
-    assert main(argv) == 0
+    own = "--model.mlp.activation=gelu llama3-tiny --world 2 --layouts".split()
+    assert main([*own, *"2 --model.mixer.qk_norm head --only no-wide no-ramp".split()]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("llama3-tiny model.mlp.activation=gelu model.mixer.qk_norm=head: 2 cells of")
     assert lines[-1].startswith("2 of 2 layouts train like one process")
     assert jobs == [[("gelu", "head")] * 2] * 2
 
-    assert main(argv[:5] + ["1", "--only", "mb1", "--json"]) == 0
+    assert main([*own, *"1 --only mb1 --json".split()]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(rows) == 1 and rows[0]["ok"] and rows[0]["layout"].endswith(" model.mlp.activation=gelu")
 
@@ -187,17 +171,10 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
     make = command.make_references
 
     def plain(pool, cfgs, home):
-        return make(
-            pool,
-            [with_values(cfg, {"model.mlp.activation": "swiglu"}) for cfg in cfgs],
-            home,
-        )
+        return make(pool, [with_values(cfg, {"model.mlp.activation": "swiglu"}) for cfg in cfgs], home)
 
     monkeypatch.setattr("lab.proof.verify.trial.make_references", plain)
-    assert (
-        main([*"llama3-tiny --world 1 --layouts 1 --only mb1 --model.mlp.activation gelu".split()])
-        == 1
-    )
+    assert main("llama3-tiny --world 1 --layouts 1 --only mb1 --model.mlp.activation gelu".split()) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
@@ -224,8 +201,8 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
             ["--train.phases", "configs/phases/llama3-tiny.yaml"],
             "train.phases: the proof makes 4 steps, and phase 2 begins after 200; give it phases that begin",
         ),
-        (["--data.path", "x"], "data.path: the proof writes data of its own"),
-        (["--log.dir", "x"], "log.dir: the proof makes a run folder of its own"),
+        (["--data.path", "x"], "data.path: the proof writes its own data"),
+        (["--log.dir", "x"], "log.dir: the proof writes and reads its own run folder"),
         (["--coord", "--model.hidden", "64"], "model.hidden: --coord sets it to 128"),
         (["--coord", "--optim.lr", "1"], "optim.lr: --coord sets every key but those of the model"),
         (["--precision", "--model.dropout", "0.2"], "model.dropout: the bounds of --precision hold without"),
@@ -234,7 +211,8 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
             ["--precision", "--train.seed", "1"],
             "train.seed: --precision sets every key but those of the model",
         ),
-        (["--precision", "--only", "adopt"], "--only: is of layouts in fp64, and --precision has cells"),
+        (["--precision", "--only", "adopt"],
+         "--only: is of layouts in fp64, and --precision has its own cells"),
         (["--precision", "--strict"], "--strict: is of layouts in fp64"),
     ],
 )
@@ -375,20 +353,9 @@ def test_a_word_that_no_cell_has_is_refused(capsys, word, says):
 
 
 def test_words_of_the_command_and_of_overrides_are_told_apart():
-    argv = [
-        "llama3-tiny",
-        "--only",
-        "mb1",
-        "sp",
-        "--model.mixer.window",
-        "7",
-        "--out=a.png",
-        "--model.mlp.bias=true",
-        "--table",
-        "docs/x.md",
-    ]
-    own, settings = split_overrides(argv)
-    assert own == ["llama3-tiny", "--only", "mb1", "sp", "--out=a.png", "--table", "docs/x.md"]
+    words = "llama3-tiny --only mb1 sp --model.mixer.window 7 --out=a.png --model.mlp.bias=true"
+    own, settings = split_overrides(f"{words} --table docs/x.md".split())
+    assert own == "llama3-tiny --only mb1 sp --out=a.png --table docs/x.md".split()
     assert str(read_overrides(settings)) == "model.mixer.window=7 model.mlp.bias=true"
 
 
@@ -405,7 +372,7 @@ def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, cap
     assert cell.config("llama3-tiny", 1, "none", overrides).model.mlp.activation == "gelu"
     judged = []
 
-    def rows_of(cells, world):
+    def make_rows(cells, world):
         def prove(prover, one):
             monkeypatch.setattr(prover, "single", lambda cfg, spoilt: judged.append(cfg))
             with contextlib.suppress(AttributeError):  # there are no runs to judge
@@ -415,7 +382,7 @@ def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, cap
         return [(one.words(world), functools.partial(prove, one=one)) for one in cells]
 
     monkeypatch.setattr("lab.proof.precision.command.choose_cells", lambda *of_proof: [cell])
-    monkeypatch.setattr("lab.proof.precision.command.rows_of", rows_of)
+    monkeypatch.setattr("lab.proof.precision.command.make_rows", make_rows)
     assert main(["llama3-tiny", "--precision", "--world", "1", "--model.mlp.activation=gelu"]) == 0
     assert capsys.readouterr().out.startswith("llama3-tiny model.mlp.activation=gelu: 1 cells of 1 ranks")
     assert [cfg.model.mlp.activation for cfg in judged] == ["gelu"]
@@ -424,10 +391,8 @@ def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, cap
     monkeypatch.setattr(mup, "rows", lambda cfg, widths, is_mup: seen.append(cfg.model.mlp.activation) or [])
     monkeypatch.setattr(mup, "verdict", lambda standard, of_mup: [])
     assert main(["llama3-tiny", "--coord", "--json", "--model.mlp.activation", "gelu"]) == 0
-    assert (
-        seen == ["gelu", "gelu"]
-        and json.loads(capsys.readouterr().out)["name"] == "llama3-tiny model.mlp.activation=gelu"
-    )
+    assert seen == ["gelu", "gelu"]
+    assert json.loads(capsys.readouterr().out)["name"] == "llama3-tiny model.mlp.activation=gelu"
 
 
 @pytest.mark.parametrize("fp8, batches", [(None, [8, 8]), ("blockwise", [8, 8]), ("tensorwise", [1, 1])])
@@ -435,7 +400,7 @@ def test_one_process_has_the_microbatches_of_scales_in_every_phase(fp8, batches)
     """Its phases had whole batches, and scales of other tokens than the layout's."""
     cfg = tiny_config("llama3-tiny", 2, read_overrides(["--train.phases", "configs/phases/proof.yaml"]))
     alone = single_process(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, fp8=fp8)))
-    assert [phase.cfg.train.micro_batch for phase in phases_of(alone).all[1:]] == batches
+    assert [phase.cfg.train.micro_batch for phase in get_phases(alone).all[1:]] == batches
 
 
 @pytest.mark.parametrize("value, want", [(None, 60.0), ("7", 7.0)])

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_jobs import SMALL
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "scripts" / "scaling"
@@ -31,12 +32,6 @@ echo "python $*" >> "$CALLS"
 while [ -n "$WAIT" ]; do sleep 0.02; done
 exit "$CODE"
 """
-SMALL = [
-    "--data.tokenizer", "bytes", "--model.vocab", "257", "--model.layers", "1", "--model.hidden", "32",
-    "--model.mixer.heads", "2", "--model.mixer.kv_heads", "2",
-    "--model.mixer.head_dim", "16", "--model.mlp.width", "64",
-    "--train.seq_len", "32", "--train.micro_batch", "1", "--train.global_batch", "4",
-]
 
 
 def submit(tmp_path, script, *args, python=None, code=0, wait=False, kept="", **more):
@@ -63,13 +58,8 @@ def submit(tmp_path, script, *args, python=None, code=0, wait=False, kept="", **
         "SLURM_GPUS_ON_NODE": "2",
         **more,
     }
-    job = subprocess.Popen(
-        ["bash", str(SCRIPTS / script), *args],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = ["bash", str(SCRIPTS / script), *args]
+    job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if wait:
         deadline = time.monotonic() + 60
         while "python" not in calls.read_text() and time.monotonic() < deadline:

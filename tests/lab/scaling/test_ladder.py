@@ -21,8 +21,8 @@ from lab.scaling.ladder import (
     Ladder,
     check_ladder,
     config_of_depth,
+    get_runs,
     read_ladder,
-    runs_of,
     stable_part,
     train_arguments,
     warmup_line,
@@ -47,7 +47,7 @@ PHASES = '[{"after_steps": 10, "optim.lr": 1e-4}]'
 LADDER = Ladder("quickstart", (1, 2, 3), 5e9, budgets=3, ratio=2, aspect=16, head_dim=16, settings=SETTINGS)
 
 
-def config_of(run, folder="runs"):
+def build_config(run, folder="runs"):
     name, *argv = train_arguments(LADDER, run, folder)
     cfg = resolve(name, None, argv)
     plan_pipeline(cfg, 1)  # the rules hold
@@ -65,7 +65,7 @@ def test_the_advice_on_runs_that_are_too_short_can_be_followed(tmp_path, capsys)
 
 
 def test_what_array_jobs_ask_before_they_requeue(tmp_path, capsys):
-    """Of the runs of this part alone."""
+    """They ask for the runs of their own part alone."""
     words = ["ladder", "--out", str(tmp_path), "--kept"]
 
     def told(*more):
@@ -88,8 +88,8 @@ def test_what_array_jobs_ask_before_they_requeue(tmp_path, capsys):
 
 def test_all_sizes_have_the_same_budgets(tmp_path):
     """Counted again from the very config that train.py gets."""
-    for run in runs_of(LADDER):
-        cfg = config_of(run, tmp_path)
+    for run in get_runs(LADDER):
+        cfg = build_config(run, tmp_path)
         tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
         flops = tokens * flops_per_token(cfg.model, cfg.train.seq_len)
         assert tokens == run.tokens and flops == run.flops
@@ -101,12 +101,12 @@ def test_all_sizes_have_the_same_budgets(tmp_path):
 
 
 def test_a_branch_begins_where_its_decay_does(tmp_path):
-    runs = {run.name: run for run in runs_of(LADDER)}
+    runs = {run.name: run for run in get_runs(LADDER)}
     branches = [run for run in runs.values() if run.trunk]
     assert len(branches) == 6
     for run in branches:
         trunk = runs[run.trunk]
-        cfg, of_trunk = config_of(run, tmp_path), config_of(trunk, tmp_path)
+        cfg, of_trunk = build_config(run, tmp_path), build_config(trunk, tmp_path)
         saved = of_trunk.checkpoint.every
         assert run.branch_step % saved == 0, "the trunk has saved there"
         assert trunk.steps // saved <= of_trunk.checkpoint.keep, "and has kept it"
@@ -122,7 +122,7 @@ def test_a_branch_begins_where_its_decay_does(tmp_path):
 
 
 def test_the_family_grows_with_its_dial(tmp_path):
-    models = [config_of(runs_of(LADDER, depth)[0], tmp_path).model for depth in LADDER.depths]
+    models = [build_config(get_runs(LADDER, depth)[0], tmp_path).model for depth in LADDER.depths]
     assert [model.layers for model in models] == [1, 2, 3]
     assert [model.hidden for model in models] == [16, 32, 48]
     assert [model.mixer.heads * model.mixer.head_dim for model in models] == [16, 32, 48]
@@ -149,7 +149,7 @@ def test_the_family_grows_with_its_dial(tmp_path):
             r"optim.warmup: \d+ steps in all runs of depth 3, of which d3-b1 has .*; set it to a tenth",
         ),
         ({"ratio": 1}, "--ratio of 2 or more"),
-        ({"aspect": 24}, "--aspect: 24 is no multiple of --head-dim 16"),
+        ({"aspect": 24}, "--aspect: 24 is not a multiple of --head-dim 16"),
         ({"flops": 1e8}, "--flops: d1-b2 would have 30 steps in 2e.08 FLOPs"),
         ({"settings": ()}, "model.vocab: none"),
     ],
@@ -176,8 +176,8 @@ def test_larger_depths_may_be_added(tmp_path):
     larger = dataclasses.replace(LADDER, depths=(1, 2, 3, 5), settings=settings)
     write_ladder(larger, tmp_path)
     assert read_ladder(tmp_path).depths == (1, 2, 3, 5)
-    before = {run.name: run for run in runs_of(LADDER)}
-    assert {run.name: run for run in runs_of(larger) if run.depth != 5} == before
+    before = {run.name: run for run in get_runs(LADDER)}
+    assert {run.name: run for run in get_runs(larger) if run.depth != 5} == before
     with pytest.raises(ConfigError, match="a ladder of 1,2,3,5, and 5 is left out"):
         write_ladder(LADDER, tmp_path)
 
@@ -194,7 +194,7 @@ def test_a_warmup_that_is_long_for_the_shortest_run_is_said():
     """It is that of the longest run, which gives it a tenth of its own steps."""
     longer = dataclasses.replace(LADDER, settings=(*SETTINGS, ("optim.warmup", "12")))
     check_ladder(longer)
-    shortest = runs_of(longer, 3)[-1]
+    shortest = get_runs(longer, 3)[-1]
     line = warmup_line(longer, 3)
     assert line.startswith(f"{shortest.name}: 12 of its {shortest.steps} steps are warmup")
     assert line.endswith(f"alone it would have {shortest.steps // 10}")
@@ -205,7 +205,7 @@ def test_of_a_mixture_the_parameters_that_a_token_uses_are_counted():
     mixture = (*SETTINGS, ("model.mlp", "experts"), ("model.mlp.experts", "4"), ("model.mlp.top_k", "1"))
     ladder = dataclasses.replace(LADDER, settings=mixture)
     counts = parameters(config_of_depth(ladder, 2).model)
-    run = runs_of(ladder, 2)[0]
+    run = get_runs(ladder, 2)[0]
     assert run.parameters == counts["active"] < counts["total"]
     assert run.non_embedding_parameters == counts["active"] - counts["embedding"]
 
@@ -239,7 +239,7 @@ def test_two_sizes_at_a_time_and_a_signal_that_stops_both(tmp_path):
         assert run_all([partial(chain, name) for name in ("a", "b", "c")], jobs=2) == 75
         assert time.monotonic() - began < 50
     assert sorted(begun) == ["a", "b"]
-    assert signal.getsignal(signal.SIGTERM) is not programs.pass_on, "the handlers are given back"
+    assert signal.getsignal(signal.SIGTERM) is not programs.forward_signal, "the handlers are given back"
 
 
 def test_the_first_failure_ends_the_ladder():
@@ -257,13 +257,13 @@ def test_one_size_trains_and_branches(tmp_path, capsys):
     assert main(argv) == 0
 
     ladder = read_ladder(tmp_path)
-    trunk, branch = runs_of(ladder, 1)
+    trunk, branch = get_runs(ladder, 1)
     of_trunk, of_branch = (read_metrics(tmp_path / run.name)[0] for run in (trunk, branch))
     first = of_branch[0]
     assert first["step"] == branch.branch_step + 1
     at_branch = of_trunk[branch.branch_step]
     assert at_branch["step"] == first["step"]
-    assert at_branch["loss"] == first["loss"], "the branch goes on with the trunk's weights and data"
+    assert at_branch["loss"] == first["loss"], "the branch continues with the trunk's weights and data"
     assert len(of_trunk) == trunk.steps and of_branch[-1]["step"] == branch.steps
     assert of_branch[-1]["lr"] == 0 == of_trunk[-1]["lr"]
 
@@ -290,15 +290,19 @@ def test_one_size_trains_and_branches(tmp_path, capsys):
     assert "d1-b1: diverged" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
+def write_points(folder, loss):
+    """A table of nine runs with losses by a formula of parameters and tokens."""
     lines = ["run,parameters,tokens,flops,loss"]
     for size in (1e6, 4e6, 1.6e7):
         for tokens in (1e8, 4e8, 1.6e9):
-            loss = 1.7 + 400 / size**0.34 + 1200 / tokens**0.31
-            lines.append(f"r,{size},{tokens},{6 * size * tokens},{loss}")
-    table = tmp_path / "points.csv"
-    table.write_text("\n".join(lines) + "\n")
+            lines.append(f"r,{size},{tokens},{6 * size * tokens},{loss(size, tokens)}")
+    (folder / "points.csv").write_text("\n".join(lines) + "\n")
+    return folder / "points.csv"
+
+
+@pytest.mark.slow
+def test_a_fit_of_a_table_writes_what_it_prints(tmp_path, capsys):
+    table = write_points(tmp_path, lambda size, tokens: 1.7 + 400 / size**0.34 + 1200 / tokens**0.31)
     out = tmp_path / "out"
     assert main(["fit", "--points", str(table), "--out", str(out), "--bootstraps", "20"]) == 0
     shown = capsys.readouterr().out
@@ -317,17 +321,12 @@ def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_law_is_printed_where_an_approach_cannot_be_had(tmp_path, capsys):
     """Losses that rise with the size: no best size by the law, and it took the laws with it."""
-    lines = ["run,parameters,tokens,flops,loss"]
-    for size in (1e6, 4e6, 1.6e7):
-        for tokens in (1e8, 4e8, 1.6e9):
-            lines.append(f"r,{size},{tokens},{6 * size * tokens},{2 + size**0.1 / 10 + 1 / tokens**0.1}")
-    table = tmp_path / "points.csv"
-    table.write_text("\n".join(lines) + "\n")
+    table = write_points(tmp_path, lambda size, tokens: 2 + size**0.1 / 10 + 1 / tokens**0.1)
     argv = ["fit", "--points", str(table), "--out", str(tmp_path), "--bootstraps", "5"]
     assert main(argv) == 0
     shown = capsys.readouterr().out
     assert "chinchilla: loss =" in shown and "kaplan: loss =" in shown
-    assert "parametric: not to be had: alpha" in shown
+    assert "parametric: not available: alpha" in shown
     tree = json.loads((tmp_path / "fit.json").read_text())
     assert tree["optima"] == {} and tree["missing"]["parametric"].startswith("alpha")
     assert set(tree["laws"]) == {"chinchilla", "kaplan"}

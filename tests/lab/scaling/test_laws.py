@@ -17,7 +17,7 @@ from lab.scaling.optimum import (
 )
 from lab.scaling.report import law_lines, optimum_lines
 from plan.laws import CHINCHILLA, KAPLAN, Fit, fit_law, huber_sum
-from plan.points import Points, check_enough, make_points, read_points, smoothed, write_points
+from plan.points import check_enough, make_points, read_points, smoothed, write_points
 
 # Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off, without the five largest losses,
 # which it leaves out; tokens are FLOPs / (6 parameters)
@@ -30,10 +30,6 @@ REPLICATED = {
     "alpha": (0.35, 0.02),
     "beta": (0.37, 0.02),
 }
-
-
-def published_points() -> Points:
-    return read_points(PUBLISHED)
 
 
 SIZES = (1e6, 3e6, 1e7, 3e7, 1e8)
@@ -59,7 +55,7 @@ def by_chinchilla(size, tokens):
 
 @pytest.mark.slow
 def test_the_published_points_give_the_published_constants():
-    points = published_points()
+    points = read_points(PUBLISHED)
     assert len(points) == 240
     fit = fit_law(CHINCHILLA, points, bootstraps=200)
     intervals = fit.intervals()
@@ -71,7 +67,7 @@ def test_the_published_points_give_the_published_constants():
     # a of N ~ C^a, beta / (alpha + beta) of their estimates: parameters and tokens grow about alike
     optimum = parametric_optimum(fit, 6.0, points.flops)
     assert abs(optimum.parameters.exponent - 0.3658 / (0.3478 + 0.3658)) < 0.005
-    # and the constants that arXiv 2203.15556 printed are no minimum of its own objective
+    # and the constants that arXiv 2203.15556 printed do not minimize its own objective
     printed = np.array([np.log(406.4), np.log(410.7), np.log(1.69), 0.34, 0.28])
     assert huber_sum(CHINCHILLA, fit.theta, points) < 0.5 * huber_sum(CHINCHILLA, printed, points)
 
@@ -92,14 +88,16 @@ def test_chinchilla_is_found_again(noise):
     assert fit.loss(size, tokens) == pytest.approx(by_chinchilla(size, tokens), rel=allowed)
 
 
-def test_kaplan_is_found_again():
-    def loss(size, tokens):
-        return ((8.8e13 / size) ** (0.076 / 0.095) + 5.4e13 / tokens) ** 0.095  # arXiv 2001.08361, table 2
+def by_kaplan(size, tokens):
+    """arXiv 2001.08361, table 2"""
+    return ((8.8e13 / size) ** (0.076 / 0.095) + 5.4e13 / tokens) ** 0.095
 
-    fit = fit_law(KAPLAN, made_up(loss), bootstraps=0)
+
+def test_kaplan_is_found_again():
+    fit = fit_law(KAPLAN, made_up(by_kaplan), bootstraps=0)
     assert fit.numbers["alpha_N"] == pytest.approx(0.076, rel=1e-3)
     assert fit.numbers["alpha_D"] == pytest.approx(0.095, rel=1e-3)
-    assert fit.loss(1e10, 1e11) == pytest.approx(loss(1e10, 1e11), rel=1e-5)
+    assert fit.loss(1e10, 1e11) == pytest.approx(by_kaplan(1e10, 1e11), rel=1e-5)
 
 
 def least_by_search(flops, factor):
@@ -190,7 +188,7 @@ def test_a_curve_that_diverged_is_the_least_nowhere():
 
 
 def test_a_number_that_the_points_do_not_determine_is_said_to_be_none():
-    points = made_up(lambda size, tokens: 1.7 + 400 / size**0.34 + 1200 / tokens**0.31)
+    points = made_up(by_chinchilla)
     theta = np.array([np.log(400), np.log(1200), np.log(1.7), 0.34, 0.31])
     alphas = theta + np.array([0, 0, 0, 1, 0]) * np.linspace(-0.3, 40, 20)[:, None]
     lines = law_lines(Fit(CHINCHILLA, theta, alphas), points)
@@ -199,12 +197,9 @@ def test_a_number_that_the_points_do_not_determine_is_said_to_be_none():
 
 
 @pytest.mark.slow
-def test_kaplan_s_law_counts_no_embeddings():
+def test_the_law_of_kaplan_counts_no_embeddings():
     """Losses by a law of the parameters without embeddings: found again where the points say how many."""
-    def loss(size, tokens):
-        return ((8.8e13 / size) ** (0.076 / 0.095) + 5.4e13 / tokens) ** 0.095
-
-    points = made_up(lambda size, tokens: loss(0.4 * size**1.02, tokens))
+    points = made_up(lambda size, tokens: by_kaplan(0.4 * size**1.02, tokens))
     known = dataclasses.replace(points, non_embedding=0.4 * points.parameters**1.02)
     fit = fit_law(KAPLAN, known, bootstraps=2)
     assert fit.numbers["alpha_N"] == pytest.approx(0.076, rel=1e-3)

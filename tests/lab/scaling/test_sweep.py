@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from small_jobs import settings_of
 
 from config import ConfigError
 from config.reading import resolve
@@ -18,19 +19,18 @@ from lab.scaling.sweep import (
     best_rate,
     check_sweep,
     critical_batch,
+    get_sweep_runs,
     keep_sweep,
-    runs_of_sweep,
     sweep_arguments,
     sweep_lines,
 )
 
-SMALL = [
-    "--data.tokenizer", "bytes", "--model.vocab", "257", "--model.layers", "1", "--model.hidden", "16",
-    "--model.mixer.heads", "1", "--model.mixer.kv_heads", "1",
-    "--model.mixer.head_dim", "16", "--model.mlp.width", "32",
-    "--train.seq_len", "16", "--train.micro_batch", "2", "--eval.batches", "2", "--optim.warmup", "3",
-]
-SETTINGS = tuple((key[2:], value) for key, value in zip(SMALL[::2], SMALL[1::2]))
+SMALL = (
+    "--data.tokenizer bytes --model.vocab 257 --model.layers 1 --model.hidden 16 --model.mixer.heads 1 "
+    "--model.mixer.kv_heads 1 --model.mixer.head_dim 16 --model.mlp.width 32 --train.seq_len 16 "
+    "--train.micro_batch 2 --eval.batches 2 --optim.warmup 3"
+).split()
+SETTINGS = settings_of(SMALL)
 SWEEP = Sweep("quickstart", (1e-3, 2e-3), (2, 4), 2000, SETTINGS)
 
 
@@ -108,7 +108,7 @@ def test_a_sweep_that_shows_nothing_is_refused(change, message, tmp_path):
 
 
 def test_each_run_has_its_rate_its_batch_and_the_same_tokens(tmp_path):
-    runs = runs_of_sweep(SWEEP)
+    runs = get_sweep_runs(SWEEP)
     assert len(runs) == 4 and len({run.name for run in runs}) == 4
     for run in runs:
         name, *argv = sweep_arguments(SWEEP, run, tmp_path, 1)
@@ -154,12 +154,12 @@ def test_a_folder_holds_one_sweep(tmp_path):
         keep_sweep(SWEEP, tmp_path)
     (tmp_path / "sweep.json").unlink()
     (tmp_path / "batch4-lr0.001").mkdir()
-    with pytest.raises(ConfigError, match="has results, and no sweep.json that says of which sweep"):
+    with pytest.raises(ConfigError, match="has results, and no sweep.json that says which sweep"):
         keep_sweep(SWEEP, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_real_sweep(tmp_path, capsys):
+def test_a_sweep_trains_once_and_writes_its_table(tmp_path, capsys):
     """By the command; again it runs nothing; other runs than the table's are not made."""
     argv = ["sweep", "--out", str(tmp_path), "--rates", "2e-3,1e-2", "--batches", "2,8", "--tokens", "3000",
             *SMALL]
@@ -185,11 +185,11 @@ def test_a_real_sweep(tmp_path, capsys):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.jsonl")}
     assert main(argv) == 0
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.jsonl")}
-    with pytest.raises(ConfigError, match="--rates: 'fast' is no list of numbers"):
+    with pytest.raises(ConfigError, match="--rates: 'fast' is not a list of numbers"):
         main(["sweep", "--rates", "fast"])
     for option, text, message in (
         ("--rates", "1e-3,nan", "--rates: '1e-3,nan' has a number that is not finite"),
-        ("--batches", "2,2.5", "--batches: '2,2.5' is no list of whole numbers"),
+        ("--batches", "2,2.5", "--batches: '2,2.5' is not a list of whole numbers"),
         ("--tokens", "nan", "--tokens: nan; tokens of each run"),
     ):
         with pytest.raises(ConfigError, match=message):

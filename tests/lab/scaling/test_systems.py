@@ -1,10 +1,12 @@
 """Strong and weak scaling: cells, efficiencies by hand, and a real measurement on one and two ranks."""
+
 import csv
 import json
 import sys
 from dataclasses import replace
 
 import pytest
+from small_jobs import SMALL, settings_of
 
 from config import ConfigError
 from lab.scaling.command import main
@@ -26,13 +28,7 @@ from plan.cost import Efficiency, cluster
 from plan.machine import Machine, read_machine
 
 DP, TP = ScalingLayout("dp", ()), ScalingLayout("tp2", (("parallel.tp", "2"),))
-SMALL = [
-    "--data.tokenizer", "bytes", "--model.vocab", "257", "--model.layers", "1", "--model.hidden", "32",
-    "--model.mixer.heads", "2", "--model.mixer.kv_heads", "2",
-    "--model.mixer.head_dim", "16", "--model.mlp.width", "64",
-    "--train.seq_len", "32", "--train.micro_batch", "1", "--train.global_batch", "4",
-]
-SETTINGS = tuple((key[2:], value) for key, value in zip(SMALL[::2], SMALL[1::2]))
+SETTINGS = settings_of(SMALL)
 SYSTEMS = Systems("quickstart", ("strong", "weak"), (DP, TP), (1, 2, 4), 6, SETTINGS)
 
 
@@ -42,13 +38,13 @@ def measured(mode, layout, ranks, *, tokens, step_s, forecast_s=None):
     return MeasuredCell(cell, step_s, 0.1, None)
 
 
-def test_layouts_by_words():
+def test_a_layout_is_read_from_words():
     assert parse_layout("") == DP
     assert parse_layout("tp 2") == parse_layout("--parallel.tp 2") == parse_layout("tp=2") == TP
     both = parse_layout("pp 2, train.micro_batch 4")
     assert both.settings == (("parallel.pp", "2"), ("train.micro_batch", "4"))
     assert both.name == "pp2-micro_batch4"
-    with pytest.raises(ConfigError, match="--layout: 'tp' is no list of keys with values"):
+    with pytest.raises(ConfigError, match="--layout: 'tp' is not a list of keys with values"):
         parse_layout("tp")
 
 
@@ -61,13 +57,11 @@ def test_batches_stay_or_grow_and_what_is_not_possible_is_told():
         make_cell(SYSTEMS, "strong", TP, 1, None)
 
 
-def test_the_forecast_is_the_planner_s():
-    """For the same job on a cluster that is twice as fast in everything, half the time."""
+def test_a_cluster_twice_as_fast_is_forecast_half_the_time():
     slow = cluster("h100-ib")
-    fast = slow.__class__(
-        "fast", {dtype: 2 * rate for dtype, rate in slow.flops.items()}, slow.memory, 2 * slow.hbm, slow.node,
-        2 * slow.inside, 2 * slow.between,
-    )
+    flops = {dtype: 2 * rate for dtype, rate in slow.flops.items()}
+    links = {"hbm": 2 * slow.hbm, "inside": 2 * slow.inside, "between": 2 * slow.between}
+    fast = replace(slow, flops=flops, **links)
     efficiency = Efficiency(hop=0.0, op=0.0, route=0.0)
     seconds = []
     for hardware in (Hardware(slow, efficiency), Hardware(fast, efficiency)):
@@ -77,7 +71,7 @@ def test_the_forecast_is_the_planner_s():
     assert seconds[0] == pytest.approx(2 * seconds[1])
 
 
-def test_efficiency_by_hand():
+def test_efficiencies_are_those_by_hand():
     cells = [
         measured("strong", "dp", 1, tokens=100, step_s=1.0, forecast_s=1.0),
         measured("strong", "dp", 4, tokens=100, step_s=0.5, forecast_s=0.25),
@@ -105,12 +99,12 @@ def test_efficiency_by_hand():
         (["--ranks", "0"], "--ranks: different numbers of processes, all at least 1"),
         (["--steps", "3"], "--steps: 3; at least 5"),
         (["--layout", "tp 2", "--layout", "tp=2"], "--layout: the same layout twice"),
-        (["--only", "3"], "--only: 3 is none of --ranks 1,2"),
+        (["--only", "3"], "--only: 3 is not one of --ranks 1,2"),
         (["--cluster", "moon"], "--cluster: no such cluster 'moon'"),
         (["--cluster", "v100-ib", "--train.dtype", "bf16"], "train.dtype: .* has no bf16 for v100-ib"),
     ],
 )
-def test_bad_input(argv, message, tmp_path):
+def test_bad_input_is_refused_with_its_key(argv, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         main(["systems", "--out", str(tmp_path), *argv, *SMALL])
 
@@ -144,7 +138,7 @@ def test_a_folder_holds_the_cells_of_one_job(tmp_path):
 
 
 def test_a_cell_whose_run_failed_has_no_times(tmp_path, capsys):
-    """Steps of a run that did not end well are there, and are no measurement."""
+    """Steps of a run that did not end well are there, and are not a measurement."""
     argv = ["systems", "--out", str(tmp_path), "--mode", "strong", "--ranks", "1", "--layout", ""]
     argv += ["--cluster", "h100-ib", "--train.dtype", "fp32", *SMALL]
     cell = tmp_path / "strong-dp-1"
@@ -160,7 +154,7 @@ def test_a_cell_whose_run_failed_has_no_times(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_measured_on_two_ranks(tmp_path, capsys):
+def test_two_ranks_are_measured_beside_the_forecast(tmp_path, capsys):
     """The real thing: the machine is measured, train.py runs, the table is of what its metrics say."""
     argv = ["systems", "--out", str(tmp_path), "--mode", "strong", "--ranks", "2", "--steps", "6"]
     assert main([*argv, "--layout", "", "--layout", "tp 3", *SMALL]) == 0

@@ -111,7 +111,7 @@ def test_cut_of_a_batch():
         (
             {"cp": 4, "tp": 2, "cp_kind": "ulysses"},
             r"^parallel\.cp_kind: ulysses .* = 2\*4 does not divide model\.mixer\.kv_heads=4; "
-            r"take ring, or another degree; try parallel\.cp 2$",
+            r"use ring, or another degree; try parallel\.cp 2$",
         ),
         ({"cp": 3}, r"^parallel\.tp\*pp\*cp\*dp_rep = 1\*1\*3\*1 = 3 does not divide the world size 8"),
     ],

@@ -20,64 +20,32 @@ from parallel.topology.mesh import Mesh
 from runtime import setup
 from train import train_step
 
-ARGS = [
-    "--model.vocab",
-    "100",
-    "--model.layers",
-    "1",
-    "--model.hidden",
-    "32",
-    "--model.mixer.heads",
-    "4",
-    "--model.mixer.kv_heads",
-    "2",
-    "--model.mlp.width",
-    "48",
-    "--train.seq_len",
-    "16",
-    "--train.micro_batch",
-    "2",
-    "--train.global_batch",
-    "4",
-    "--optim.warmup",
-    "4",
-    "--optim.lr",
-    "0.01",
-]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a recording needs one"),
-    ),
-]
+ARGS = (
+    "--model.vocab 100 --model.layers 1 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
+    "--model.mlp.width 48 --train.seq_len 16 --train.micro_batch 2 --train.global_batch 4 --optim.warmup 4 "
+    "--optim.lr 0.01"
+).split()
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a recording needs one")
+DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
 
 
 def batches(step: int, docs: bool, device, number: int = 2) -> list[Microbatch]:
     stream = torch.Generator().manual_seed(step)
     ids = torch.randint(100, (4, 17), generator=stream)
-    targets = ids[:, 1:].masked_fill(
-        torch.rand(4, 16, generator=stream) < 0.1 * step, -100
-    )  # another count of tokens each step
+    # another count of tokens each step
+    targets = ids[:, 1:].masked_fill(torch.rand(4, 16, generator=stream) < 0.1 * step, -100)
     document = (torch.rand(4, 16, generator=stream) < 0.1).cumsum(1, dtype=torch.int32) if docs else None
-    cuts = [slice(0, 2), slice(2, 4)][:number]
-    return [
-        Microbatch(
-            ids[c, :-1],
-            targets[c],
-            torch.arange(16).expand(2, -1),
-            None if document is None else document[c],
-            torch.arange(4)[c],
-            step - 1,
-        ).to(device)
-        for c in cuts
-    ]
+    made = []
+    for cut in (slice(0, 2), slice(2, 4))[:number]:
+        documents, positions = None if document is None else document[cut], torch.arange(16).expand(2, -1)
+        sequences = torch.arange(4)[cut]
+        batch = Microbatch(ids[cut, :-1], targets[cut], positions, documents, sequences, step - 1)
+        made.append(batch.to(device))
+    return made
 
 
-def trained(
-    args: list[str], device: torch.device, graph: bool, numbers: tuple[int, ...] = (2,) * (WARM_UP_STEPS + 2)
-):
-    """Losses and norms of some steps, one of which is skipped, and the weights after them. numbers: of
+def trained(args: list[str], device: torch.device, graph: bool, numbers=(2,) * (WARM_UP_STEPS + 2)):
+    """Losses and norms of some steps (one is skipped), and the weights after them. numbers: of
     microbatches, for each step.
     """
     cfg = resolve("llama3-tiny", None, [*ARGS, *args])
@@ -99,27 +67,27 @@ def trained(
     return told, [b.weights.master.clone() for b in run.buckets], run
 
 
+def assert_same(plain, graph):
+    """Every number that was told, and the weights, bit for bit."""
+    for told, of_graph in zip(plain[0], graph[0]):
+        assert torch.equal(told, of_graph) or (told.isnan() & of_graph.isnan()).all()
+    assert all(map(torch.equal, plain[1], graph[1]))
+
+
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "args",
     [
-        "",
-        "--model.dropout 0.2",
-        "--train.dtype bf16 --data.doc_mask true",
-        "--parallel.recompute full --model.dropout 0.1",
-        "--train.dtype fp16",
-        "--optim.name muon",
-        "--parallel.schedule zb-h1",
-        "--model.mtp.modules 1",
-        "--parallel.zero 1 --model.mup.base 16",
+        "", "--model.dropout 0.2", "--train.dtype bf16 --data.doc_mask true",
+        "--parallel.recompute full --model.dropout 0.1", "--train.dtype fp16", "--optim.name muon",
+        "--parallel.schedule zb-h1", "--model.mtp.modules 1", "--parallel.zero 1 --model.mup.base 16",
         "--train.dtype fp8 --model.layers 3",
     ],
 )
 def test_a_recorded_step_is_the_step(device, args):
     plain, graph = (trained(args.split(), torch.device(device), on) for on in (False, True))
-    assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
-    assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
+    assert_same(plain, graph)
     assert len({float(loss) for loss in plain[0][::3]}) > WARM_UP_STEPS, "the steps are not all the same step"
 
 
@@ -140,25 +108,19 @@ def test_a_recording_quantizes_its_weights_itself(monkeypatch):
 
         kept = []
         run_pipeline = run.pipeline.run
+        noting = lambda *args: kept.extend(p.quantized.pair for p in params) or run_pipeline(*args)
         with monkeypatch.context() as looking:
-            looking.setattr(
-                run.pipeline,
-                "run",
-                lambda *args: kept.extend(p.quantized.pair for p in params) or run_pipeline(*args),
-            )
+            looking.setattr(run.pipeline, "run", noting)
             train_step(run, step, batches(step, False, device))
         assert kept and all(pair is None for pair in kept)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_ramp_is_recorded_anew_for_each_number_of_microbatches(device):
-    args, numbers = (
-        ["--train.ramp", "2,2,64", "--model.dropout", "0.1"],
-        (1,) * (WARM_UP_STEPS + 2) + (2,) * (WARM_UP_STEPS + 2),
-    )
+def test_a_ramp_is_recorded_once_for_each_number_of_microbatches(device):
+    args = ["--train.ramp", "2,2,64", "--model.dropout", "0.1"]
+    numbers = (1,) * (WARM_UP_STEPS + 2) + (2,) * (WARM_UP_STEPS + 2)
     plain, graph = (trained(args, torch.device(device), on, numbers) for on in (False, True))
-    assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
-    assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
+    assert_same(plain, graph)
 
 
 MIXTURE = (
@@ -190,15 +152,14 @@ def mixtures_as_on_a_gpu(monkeypatch):
     small = {"M": 16, "N": 16, "K": 16}
     for module, table in ((linear, "TILE"), (grouped_gemm, "TILE"), (grouped_gemm, "WGRAD")):
         monkeypatch.setattr(module, table, {**getattr(module, table), **small})
-    monkeypatch.setattr(dispatch, "stays_on_device", lambda choices: True)
+    monkeypatch.setattr(dispatch, "counts_stay_on_device", lambda choices: True)
     record_on_cpu(monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("args", [
     "--model.mlp.router.scores sigmoid --model.mlp.router.bias_rate 0.001 --model.mlp.router.groups 2 "
-    "--model.mlp.shared.experts 1 "
-    "--model.mlp.router.z_loss 0.01",
+    "--model.mlp.shared.experts 1 --model.mlp.router.z_loss 0.01",
     "--parallel.recompute full --model.mlp.router.aux.over global --model.mlp.router.jitter 0.1",
     "--model.mlp.capacity.factor 1.0 --model.mlp.capacity.pad true",
 ])
@@ -207,14 +168,13 @@ def test_a_mixture_is_recorded(mixtures_as_on_a_gpu, args):
     numbers = (1,) * (WARM_UP_STEPS + 3)
     args = [*MIXTURE.split(), "--train.global_batch", "2", *args.split()]
     plain, graph = (trained(args, torch.device("cpu"), on, numbers) for on in (False, True))
-    assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
-    assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
+    assert_same(plain, graph)
 
 
 @pytest.mark.slow
 def test_counts_that_the_host_reads_are_seen(mixtures_as_on_a_gpu, monkeypatch):
     """Planted: how the rows are divided is what it was when the step was recorded."""
-    monkeypatch.setattr(dispatch, "stays_on_device", lambda choices: False)
+    monkeypatch.setattr(dispatch, "counts_stay_on_device", lambda choices: False)
     args, numbers = [*MIXTURE.split(), "--train.global_batch", "2"], (1,) * (WARM_UP_STEPS + 2)
     plain, graph = (trained(args, torch.device("cpu"), on, numbers) for on in (False, True))
     assert not all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
@@ -222,7 +182,7 @@ def test_counts_that_the_host_reads_are_seen(mixtures_as_on_a_gpu, monkeypatch):
 
 @pytest.mark.parametrize("left", ["step", "tokens", "scale"])
 def test_a_value_that_is_left_behind_is_seen(monkeypatch, left):
-    """Planted: what a recording must be told anew each step is not."""
+    """Planted: an input that a recording needs at each step is not copied."""
 
     def copy_inputs(self, new, scale):
         full(self, new, scale)
@@ -261,5 +221,6 @@ def test_a_mixture_needs_hopper(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_refused_without_a_gpu():
-    with pytest.raises(ConfigError, match="train.cuda_graphs: needs a GPU"):
-        setup.read_environment(resolve("llama3-tiny", None, ["--train.cuda_graphs", "true"]))
+    for key in ("cuda_graphs", "unproven"):
+        with pytest.raises(ConfigError, match=f"train.{key}: needs a GPU"):
+            setup.read_environment(resolve("llama3-tiny", None, [f"--train.{key}", "true"]))

@@ -16,8 +16,8 @@ from build import build_run
 from config.reading.tiny import tiny_config
 from model.block import TransformerBlock
 from model.sharding import parallel_dims
-from parallel.sharding.gradients import padding_of
-from parallel.sharding.views import boxes_of
+from parallel.sharding.gradients import find_padding
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from train import train_step
@@ -122,7 +122,7 @@ def test_a_gradient_that_no_kernel_writes_is_zero(monkeypatch, fresh_memory_is_n
 
 
 def gradients(run):
-    return [found for bucket in run.buckets for found in boxes_of(bucket, bucket.grads.local)]
+    return [found for bucket in run.buckets for found in get_boxes(bucket, bucket.grads.local)]
 
 
 def test_padding_is_what_no_parameter_has():
@@ -132,10 +132,10 @@ def test_padding_is_what_no_parameter_has():
         for slot in bucket.slots:
             slot.view_in(is_free).fill_(False)
         found = torch.zeros_like(is_free)
-        for part in padding_of(bucket.slots, bucket.size):
+        for part in find_padding(bucket.slots, bucket.size):
             found[part] = True
         assert torch.equal(found, is_free)
-    assert any(padding_of(bucket.slots, bucket.size) for bucket in run.buckets)
+    assert any(find_padding(bucket.slots, bucket.size) for bucket in run.buckets)
 
 
 @pytest.mark.parametrize("bug", ["overwrites", "adds"])

@@ -39,7 +39,7 @@ def story(world, cfg):
     """What happens to the parts e, 0, 1, 2, h in one step, in order."""
     run, data = start(world, cfg)
     said = []
-    for part, name in zip(run.pipeline.zero_schedulers[0].parts, ("e", 0, 1, 2, "h")):
+    for part, name in zip(run.pipeline.zero_hooks[0].parts, ("e", 0, 1, 2, "h")):
         for b in part:
             for verb, (of, method) in VERBS.items():
                 setattr(getattr(b, of), method, noted(b, verb, name, said))
@@ -109,7 +109,7 @@ def whole_weights(world, cfg):
     said = []
 
     def look(*_):
-        parts = zip("e012h", run.pipeline.zero_schedulers[0].parts)
+        parts = zip("e012h", run.pipeline.zero_hooks[0].parts)
         said.append(
             "".join(
                 name

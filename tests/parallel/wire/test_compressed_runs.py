@@ -25,7 +25,7 @@ from model.sharding import parallel_dims
 from parallel.microbatch import Microbatch
 from parallel.sharding import powersgd
 from parallel.sharding.gradients import BucketGrads
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire import compress
 from parallel.wire.world import World
@@ -75,7 +75,7 @@ def digests(world: World, cfg) -> tuple[dict, list[float]]:
     losses, out = go(run, data, 1, 3), {}
     for b in run.buckets:
         b.weights.wait_unshard()
-        for box, x in boxes_of(b, b.weights.master):
+        for box, x in get_boxes(b, b.weights.master):
             out["master", str(box)] = hashlib.sha256(x.numpy().tobytes()).hexdigest()
         for slot in b.slots:
             for box, x in slot.param.spec.split(slot.view_in(b.weights.full)):

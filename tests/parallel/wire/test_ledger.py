@@ -18,7 +18,7 @@ from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from plan import bytes as wire
 from plan.buckets import buckets, unique_buckets
-from plan.job import job_of_rank
+from plan.job import make_rank_job
 from train import train_step
 
 PLAIN = [dict(zero=z, dp_rep=r) for z in (0, 1, 2, 3) for r in (1, 2, 4) if z or r == 1]
@@ -138,7 +138,7 @@ def compare(pool, name, parallel, dropout=0.1, values=None, **train):
     cfg = with_values(cfg, {"model.dropout": dropout, **(values or {})})
     found = pool.run(counted, cfg)
     for rank, (ledger, slots) in enumerate(found):
-        job = job_of_rank(cfg, pool.size, rank)
+        job = make_rank_job(cfg, pool.size, rank)
         planned = [
             (
                 b.size,
@@ -206,7 +206,7 @@ def test_eight_bits_cost_what_the_paper_says(dtype, gradients, weights):
 
     def wires(**parallel):
         found = wire.step_bytes(
-            job_of_rank(laid("llama3-tiny", dict(zero=1, bucket_mb=64.0, **parallel), dtype=dtype), 4, 0)
+            make_rank_job(laid("llama3-tiny", dict(zero=1, bucket_mb=64.0, **parallel), dtype=dtype), 4, 0)
         )
         return found.get(("fsdp", "all_to_all"), found.get(("fsdp", "reduce_scatter")))[1], found[
             "fsdp", "all_gather"
@@ -425,7 +425,7 @@ def cost(parallel, world=8, **train) -> int:
     """The most that a rank of it sends, without the scalars."""
     cfg = laid("llama3-tiny", parallel, **train)
     return max(
-        wire.ring_bytes({k: v for k, v in wire.step_bytes(job_of_rank(cfg, world, r)).items() if v[1] > 64})
+        wire.ring_bytes({k: v for k, v in wire.step_bytes(make_rank_job(cfg, world, r)).items() if v[1] > 64})
         for r in range(world)
     )
 
@@ -441,7 +441,7 @@ def test_sharding_costs_what_the_paper_says(dtype):
 def test_sequence_parallelism_is_free():
     """On activations, to the byte; it adds the sum of the norms' gradients, once a step."""
     for tp in (2, 4):
-        plain, sp = (job_of_rank(laid("llama3-tiny", dict(tp=tp, sp=sp)), 8, 0) for sp in (False, True))
+        plain, sp = (make_rank_job(laid("llama3-tiny", dict(tp=tp, sp=sp)), 8, 0) for sp in (False, True))
         norms = sum(b.partial_elements("tp") for b in unique_buckets(buckets(sp)))
         tensor, both = (
             sum(
@@ -459,7 +459,7 @@ def test_a_ring_sends_what_the_collective_counts():
     much.
     """
     cfgs = [laid("llama3-tiny", dict(reduce=kind)) for kind in ("collective", "ring", "server")]
-    everyone, ring, server = (wire.step_bytes(job_of_rank(c, 8, 0)) for c in cfgs)
+    everyone, ring, server = (wire.step_bytes(make_rank_job(c, 8, 0)) for c in cfgs)
     n = everyone["dp_cp", "all_reduce"][1] - 8 - 8
     assert ring["dp_cp", "send"][1] * 8 == 2 * 7 * n and server["dp_cp", "send"][1] == 7 * n
 

@@ -16,7 +16,7 @@ import torch
 import config
 from checkpoint.disk.files import IntegrityError, StorageError
 from checkpoint.disk.folder import NewerFormat, StoredPiece
-from checkpoint.hf.rules import UnlikeFamily
+from checkpoint.hf.rules import FamilyError
 from config.provenance import CODE_FOLDERS
 from config.reading import resolve
 from parallel.sharding.boxes import Box
@@ -81,7 +81,7 @@ ERRORS = [
     NewerFormat("later"),
     PeerError("no answer", 76),
     config.ConfigError("parallel.tp: 3"),
-    UnlikeFamily("a", "b"),
+    FamilyError("a", "b"),
     KeyError("k"),
     FileNotFoundError(2, "No such file", "/x"),
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -155,7 +155,7 @@ HOSTILE = {
 def test_hostile_messages_are_one_line(tmp_path, monkeypatch, message):
     monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
-    refusal = r"^rank 3 sent [\d,]+ bytes that are no message"
+    refusal = r"^rank 3 sent [\d,]+ bytes that are not a message"
     with pytest.raises(messages.MessageError, match=refusal) as caught:
         messages.decode(message, "rank 3")
     assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value) and len(str(caught.value)) < 400
@@ -291,7 +291,7 @@ def test_the_sum_of_many_messages_is_bounded():
 
 
 def test_a_message_that_is_none_names_its_rank(ranks):
-    assert ranks(2).run(sends_garbage) == ["rank 1 sent 3 bytes that are no message"] * 2
+    assert ranks(2).run(sends_garbage) == ["rank 1 sent 3 bytes that are not a message"] * 2
 
 
 def sends_garbage(world) -> str | None:

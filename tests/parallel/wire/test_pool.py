@@ -20,7 +20,7 @@ def saves(world) -> int:
 
 
 def test_groups_of_earlier_jobs_are_closed(ranks):
-    """Each group of gloo has three threads, of which one wakes a hundred times a second."""
+    """Each group of gloo has three threads; one wakes a hundred times a second."""
     pool = ranks(2)
     first, *others = [pool.run(saves) for _ in range(4)]
     assert others == [first] * 3

@@ -37,7 +37,7 @@ def made_groups(
     with groups as calls, exchanges as first_exchange, neighbours as meeting:
         mesh = Mesh.bind(dims, world)
     met = [call.args[0] for call in meeting.call_args_list]
-    expected = [mesh.cp, mesh.pp, mesh.pp_backward] if device.type == "cuda" else []
+    expected = [mesh.cp, mesh.pp, mesh.pp_up] if device.type == "cuda" else []
     assert [(group.ranks, group.handle) for group in met] == [
         (group.ranks, group.handle) for group in expected
     ]
@@ -72,12 +72,12 @@ def test_the_whole_job_is_joined_once():
 def test_gradients_of_a_pipeline_have_a_communicator_of_their_own():
     for dims in (ParallelDims(4, pp=4), ParallelDims(8, tp=2, pp=2), ParallelDims(4, tp=2)):
         mesh, new_group, _ = made_groups(dims, GPU)
-        assert (mesh.pp.name, mesh.pp.ranks) == (mesh.pp_backward.name, mesh.pp_backward.ranks)
+        assert (mesh.pp.name, mesh.pp.ranks) == (mesh.pp_up.name, mesh.pp_up.ranks)
         if dims.pp > 1:
-            assert mesh.pp_backward.handle is not None
-            assert mesh.pp_backward.handle is not mesh.pp.handle
+            assert mesh.pp_up.handle is not None
+            assert mesh.pp_up.handle is not mesh.pp.handle
         others = [getattr(mesh, name).handle for name in GROUP_AXES]
-        assert dims.pp == 1 or mesh.pp_backward.handle not in others
+        assert dims.pp == 1 or mesh.pp_up.handle not in others
 
 
 def test_nccl_waits_longer_than_we_do_and_connects_at_once():

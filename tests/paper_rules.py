@@ -1,0 +1,81 @@
+"""Optimizers as their papers write them: one update of one whole tensor, in plain torch."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """The numbers of one update. decay: the weight decay of this tensor, 0 for vectors."""
+
+    step: int
+    lr: float
+    decay: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
+    eps: float = 1e-8
+
+
+def sgd(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """Polyak 1964, with L2 decay in the gradient."""
+    state["momentum"] = u.momentum * state.get("momentum", 0) + g + u.decay * w
+    return w - u.lr * state["momentum"]
+
+
+def lion(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """arXiv 2302.06675, algorithm 2."""
+    m = state.get("lion_m", torch.zeros_like(w))
+    state["lion_m"] = u.beta2 * m + (1 - u.beta2) * g
+    return w - u.lr * ((u.beta1 * m + (1 - u.beta1) * g).sign() + u.decay * w)
+
+
+def adam_direction(g: Tensor, state: dict, u: Update) -> Tensor:
+    m = state["adam_m"] = u.beta1 * state.get("adam_m", 0) + (1 - u.beta1) * g
+    v = state["adam_v"] = u.beta2 * state.get("adam_v", 0) + (1 - u.beta2) * g**2
+    return m / (1 - u.beta1**u.step) / ((v / (1 - u.beta2**u.step)).sqrt() + u.eps)
+
+
+def adamw(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """arXiv 1711.05101, algorithm 2."""
+    return w - u.lr * (adam_direction(g, state, u) + u.decay * w)
+
+
+def lamb(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """arXiv 1904.00962, algorithm 2 with phi the identity. Vectors move without the ratio."""
+    r = adam_direction(g, state, u) + u.decay * w
+    return w - u.lr * (w.norm() / r.norm() if w.dim() > 1 else 1.0) * r
+
+
+def lars(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """arXiv 1708.03888, algorithm 1 with eta 0.001; the ratio over the decayed gradient's norm. Vectors as in
+    LAMB.
+    """
+    r = g + u.decay * w
+    rate = u.lr * (0.001 * w.norm() / r.norm() if w.dim() > 1 else 1.0)
+    state["momentum"] = u.momentum * state.get("momentum", 0) + rate * r
+    return w - state["momentum"]
+
+
+def muon(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """Keller Jordan 2024 for a hidden matrix, with arXiv 2502.16982's scale 0.2 sqrt(max(m, n))."""
+    m = state["muon_m"] = u.momentum * state.get("muon_m", 0) + g
+    x = g + u.momentum * m
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return w * (1 - u.lr * u.decay) - u.lr * 0.2 * math.sqrt(max(w.shape)) * x
+
+
+RULES = {
+    "adamw": adamw,
+    "lamb": lamb,
+    "lars": lars,
+    "lion": lion,
+    "muon": muon,  # on hidden matrices; adamw on the rest
+    "sgd": sgd,
+}
