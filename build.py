@@ -1,29 +1,31 @@
 """Build a TrainingRun from a config: model, buckets, pipeline, optimizer, and the extras it asks for."""
 import pkgutil
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from checkpoint.disk_saves import DiskSaves
 from config import OPTIMIZERS, Config, ConfigError
-from config.reading import phases_of
+from config.reading import get_phases
 from config.reading.schedules import make_schedules
 from data.loader import BatchLoader
 from model.precision import DTYPES
 from model.router_states import RouterStates
 from model.sharding import sharding_config
-from model.stages import hidden_shape_of, make_stages
+from model.stages import get_hidden_shape, make_stages
 from model.transformer import PipelineStage
 from optim.base import Optimizer
+from optim.lr import get_rate_schedules, learning_rate_of_run
 from optim.scaler import LossScaler
 from optim.spikes import SpikeState
 from parallel.extras import Extra, Extras
 from parallel.offload import ActivationOffload, copy_stream
-from parallel.pipeline.executor import Pipeline, WeightGradStore
+from parallel.pipeline.executor import GradientAccumulation, Pipeline, WeightGradStore
 from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
-from parallel.sharding.zero import ZeroScheduler
+from parallel.sharding.zero import ZeroHooks
 from parallel.topology.mesh import Mesh
 from runtime.fault_points import FaultHook
 from runtime.garbage import GarbageCollection
@@ -68,7 +70,7 @@ def total_steps(cfg: Config, flops_per_token: float) -> int:
         if not train.flops:
             raise ConfigError("train.steps: give exactly one of train.steps, train.tokens, train.flops")
         tokens = train.flops / flops_per_token
-    return phases_of(cfg).steps_to_see(tokens)
+    return get_phases(cfg).steps_to_see(tokens)
 
 
 # ---- stages and buckets ------------------------------------------------------------------------------------
@@ -76,9 +78,9 @@ def total_steps(cfg: Config, flops_per_token: float) -> int:
 
 @dataclass(frozen=True)
 class StageBuckets:
-    """The buckets of this rank's stages and the schedulers of their collectives."""
+    """The buckets of this rank's stages, and the hooks that exchange them."""
     buckets: list[Bucket]  # all buckets of this rank, without duplicates
-    schedulers: dict[int, ZeroScheduler]  # {stage number: scheduler}
+    hooks: dict[int, ZeroHooks]  # {stage number: its hooks}
 
 
 def make_buckets(
@@ -93,7 +95,7 @@ def make_buckets(
     dtype = DTYPES[cfg.train.dtype]
     bucket_of: dict[int, Bucket] = {}  # {id(parameter): its bucket}
     buckets: list[Bucket] = []
-    schedulers: dict[int, ZeroScheduler] = {}
+    hooks: dict[int, ZeroHooks] = {}
     for number, stage in stages.items():
         buckets_of_parts: list[list[Bucket]] = []
         for part in stage.parts():
@@ -103,15 +105,19 @@ def make_buckets(
                     bucket = Bucket(members, mesh, sharding, dtype=dtype, device=device, seed=cfg.train.seed)
                     buckets.append(bucket)
                     bucket_of.update({id(param): bucket for param in members})
-            found = [bucket_of[id(param)] for param in params]
-            buckets_of_parts.append(list(dict.fromkeys(found)))
-        schedulers[number] = ZeroScheduler(
-            buckets_of_parts,
-            first_is_embedding=stage.embedding is not None,
-            last_is_head=stage.head is not None,
-        )
-        schedulers[number].attach(stage.parts())
-    return StageBuckets(buckets, schedulers)
+            found = dict.fromkeys(bucket_of[id(param)] for param in params)
+            for bucket in found:
+                bucket.num_users += 1
+            buckets_of_parts.append([bucket for bucket in found if bucket.is_scheduled])
+        hooks[number] = ZeroHooks.without_buckets()
+        if any(buckets_of_parts):
+            hooks[number] = ZeroHooks(
+                buckets_of_parts,
+                first_is_embedding=stage.embedding is not None,
+                last_is_head=stage.head is not None,
+            )
+            hooks[number].attach(stage.parts())
+    return StageBuckets(buckets, hooks)
 
 
 def without_storage(
@@ -143,7 +149,7 @@ def build_run(
     Raises ConfigError before anything is allocated. Collective with Muon, LAMB and LARS, whose ranks exchange
     what they own; with other optimizers there is no communication.
     """
-    phases = phases_of(cfg)
+    phases = get_phases(cfg)
     cfg = phases.all[phase - 1].cfg
     check_device(cfg, device)
     schedules = make_schedules(cfg, mesh.world.size)
@@ -161,13 +167,14 @@ def build_run(
     dtype = DTYPES[cfg.train.dtype]
     copies = copy_stream(device, mesh.is_strict)
     offloads_activations = cfg.parallel.offload in ("activations", "both")
-    pipeline = Pipeline(
+    accumulates = cfg.parallel.schedule == "1f1b" and schedule.n_stages == 1
+    pipeline = (GradientAccumulation if accumulates else Pipeline)(
         mesh,
         schedule,
         stages=stages,
-        zero_schedulers=made.schedulers,
+        zero_hooks=made.hooks,
         weight_grad_stores=weight_grad_stores,
-        hidden_shape=hidden_shape_of(cfg, schedule.n_stages),
+        hidden_shape=get_hidden_shape(cfg, schedule.n_stages),
         offload=ActivationOffload(device, copies) if offloads_activations else None,
     )
     ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
@@ -176,24 +183,25 @@ def build_run(
 
     return TrainingRun(
         cfg=cfg,
-        phases=phases,
-        phase=phases.all[phase - 1],
         mesh=mesh,
         device=device,
-        loader=data,
         stages=stages,
+        pipeline=pipeline,
+        phases=phases,
+        phase=phases.all[phase - 1],
+        steps=steps,
+        loader=data,
         buckets=made.buckets,
         optim=optimizer_class(cfg.optim.name)(cfg.optim, made.buckets, mesh),
-        pipeline=pipeline,
+        learning_rate=partial(learning_rate_of_run, get_rate_schedules(phases, steps)),
         schedules=ops,
-        steps=steps,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
         spikes=spikes,
         extras=beside.extras,
         noise_scale=beside.noise_scale,
         ema=beside.ema,
-        recording=recording_of(pipeline, device, made.buckets) if cfg.train.cuda_graphs else None,
+        recording=make_recording(pipeline, device, made.buckets) if cfg.train.cuda_graphs else None,
     )
 
 
@@ -256,16 +264,16 @@ def extras_of_loop(
         from checkpoint.disk.lease import LeaseCheck
 
         extras.append(LeaseCheck(lease))
-    extras += [goodput, GarbageCollection()]
+    extras += [goodput, saving.run_folder]
+    if observe is not None:
+        from durable.faults import Faults
+
+        extras.append(Faults(observe))  # before the collection: it is between two steps
+    extras.append(GarbageCollection())
     if cfg.profile.steps is not None:
         from runtime.profile import ProfilerTrace
 
         extras.append(ProfilerTrace(cfg.profile.steps, log.run_dir, env.rank))
-    extras.append(saving.run_folder)
-    if observe is not None:
-        from durable.faults import Faults
-
-        extras.append(Faults(observe))
     if cfg.log.slow_window is not None and env.world > 1:
         from durable.slow import SlowRanks, SlowReports
 
@@ -290,7 +298,7 @@ def extras_of_loop(
     return extras
 
 
-def recording_of(pipeline: Pipeline, device: torch.device, buckets: list[Bucket]) -> "RecordedPipeline":
+def make_recording(pipeline: Pipeline, device: torch.device, buckets: list[Bucket]) -> "RecordedPipeline":
     from parallel.pipeline.graphs import RecordedPipeline
 
     return RecordedPipeline(pipeline, device, buckets)
@@ -306,8 +314,8 @@ def check_device(cfg: Config, device: torch.device) -> None:
     if cfg.train.dtype != "fp8" or device.type != "cuda":
         return
     if torch.version.hip:
-        raise ConfigError("train.dtype: fp8 has NVIDIA's formats, and chips under ROCm have others "
-                          "(e4m3fnuz) or have not been tried; use bf16")
+        raise ConfigError("train.dtype: fp8 supports NVIDIA's formats only; GPUs under ROCm use "
+                          "others (e4m3fnuz) or are untested; use bf16")
     if torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise ConfigError(f"train.dtype: {name} has no fp8 (chips from sm_89 on have); use bf16")
+        raise ConfigError(f"train.dtype: {name} does not support fp8 (sm_89 or newer does); use bf16")

@@ -13,7 +13,7 @@ from checkpoint import state
 from checkpoint.made_by import describe_phase, describe_start, keep_provenance, other_code
 from checkpoint.sizes import check_size
 from config import Config, ConfigError, Tree
-from config.reading import Phase, phases_of
+from config.reading import Phase, get_phases
 from config.reading.phases import change_text, named, with_next_layout
 from config.reading.schedules import make_schedules
 from data.loader import BatchLoader, open_loader
@@ -51,7 +51,7 @@ def start_run(
     Returns (run, its valid split, what it has loaded, notes for the log). Collective.
     """
     root = folder / "checkpoints"
-    phases = phases_of(cfg)
+    phases = get_phases(cfg)
     everyone = world.all_ranks()
     left_out: list[str] = []  # validations
 
@@ -80,7 +80,7 @@ def start_run(
     def choose(bad: dict[Path, str]) -> state.StartingPoint:
         """choose_start, after a try to bring a damaged checkpoint from a store: one for each."""
         for path in [path for path in bad if path not in repaired]:
-            is_good, repaired[path] = state.first_rank_does(
+            is_good, repaired[path] = state.run_on_first_rank(
                 lambda: repair_from_store(cfg, path, root), everyone, cfg.checkpoint.timeout_s
             )
             if is_good:
@@ -99,9 +99,9 @@ def start_run(
         start, notes = state.resume(run, root, start, choose)
         if len(phases.all) == 1 or phase_after(start)[0] == number:
             if begins_elsewhere(start):
-                state.first_rank_does(lambda: drop_rows(folder), everyone)
+                state.run_on_first_rank(lambda: drop_rows(folder), everyone)
             if in_memory is not None:
-                in_memory.drop_after(start.step)  # what this run goes on from is its only past
+                in_memory.drop_after(start.step)  # the run continues from this step alone
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
             notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start), *left_out]
@@ -116,7 +116,7 @@ def config_to_validate(cfg: Config, phase: Phase, world: World) -> Config:
     trouble: ConfigError | None = None
     for whole in (cfg, with_next_layout(cfg, phase.number)):
         try:
-            make_schedules(phases_of(whole).all[phase.number - 1].cfg, world.size, advise=False)
+            make_schedules(get_phases(whole).all[phase.number - 1].cfg, world.size, advise=False)
         except ConfigError as error:
             trouble = trouble or error
             continue
@@ -125,7 +125,7 @@ def config_to_validate(cfg: Config, phase: Phase, world: World) -> Config:
             for split in ("train", "valid"):
                 open_loader(whole, split, 0, 1, phase=phase.number).close()
 
-        state.first_rank_does(open_once, world.all_ranks(), cfg.checkpoint.timeout_s)
+        state.run_on_first_rank(open_once, world.all_ranks(), cfg.checkpoint.timeout_s)
         return whole
     assert trouble is not None
     raise trouble
@@ -136,7 +136,7 @@ def build_phase(
 ) -> tuple[TrainingRun, BatchLoader]:
     """The run of a phase with initial weights, and its valid split. Collective."""
     setup.seed_everything(cfg)
-    phase = phases_of(cfg).all[number - 1]
+    phase = get_phases(cfg).all[number - 1]
     steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
     mesh = connect(phase.cfg, world)
     train_data, valid_data = open_data(cfg, mesh, env.device, number)
@@ -167,7 +167,7 @@ def build_next_phase(
     start: what this process has begun with. provenance: that of the phase that ended.
     """
     root = services.folder / "checkpoints"
-    phases = phases_of(services.cfg)
+    phases = get_phases(services.cfg)
     before, phase = phases.of_step(step), phases.of_step(step + 1)
     run, valid_data = build_phase(services.cfg, services.env, services.world, phase.number)
     run = describe_phase(run, valid_data, provenance, step)

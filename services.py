@@ -34,11 +34,11 @@ if TYPE_CHECKING:  # a run that asks for none of them loads none of them
     from durable.uploader import CheckpointUploader
 
 
-class Beginning(NamedTuple):
+class PreparedRun(NamedTuple):
     """A run that is built and loaded, before its first step.
 
-    start: what it goes on from. notes: lines of the header. in_memory, uploads: None where there are none.
-    owes_evaluation: whether the step before has no validation yet, which was due.
+    start: where it resumes. notes: lines of the header. in_memory, uploads: None where there are none.
+    eval_pending: whether the step before has no validation yet, which was due.
     """
     run: TrainingRun
     valid_data: BatchLoader
@@ -47,11 +47,11 @@ class Beginning(NamedTuple):
     tasks: "list[ScoredTask]"
     in_memory: "MemoryCheckpoints | None"
     uploads: "CheckpointUploader | None"
-    owes_evaluation: bool
+    eval_pending: bool
 
     @property
     def is_finished(self) -> bool:
-        return self.start.step == self.run.steps and not self.owes_evaluation
+        return self.start.step == self.run.steps and not self.eval_pending
 
 
 # Skipped steps in a row that end a run. In fp16 the loss scale must first come down: a halving a step.
@@ -61,7 +61,7 @@ SKIPPED_STEPS_FP16 = 20
 
 @dataclass(frozen=True)
 class Services:
-    """What outlives a phase. cfg: of the whole run. extras: what the loop has beside the plain one."""
+    """The services that outlive a phase. cfg: of the whole run. extras: those of the loop."""
     cfg: Config
     env: setup.LaunchEnv
     world: World
@@ -76,7 +76,7 @@ class Services:
 
 
 def open_services(
-    begun: Beginning,
+    begun: PreparedRun,
     env: setup.LaunchEnv,
     world: World,
     folder: Path,
@@ -141,7 +141,7 @@ def open_services(
 
 
 def log_header(
-    services: Services, begun: Beginning, tasks: "dict[int, EncodedTasks]", about_layout: Sequence[str]
+    services: Services, begun: PreparedRun, tasks: "dict[int, EncodedTasks]", about_layout: Sequence[str]
 ) -> None:
     """Prints what is about to run. tasks: of each model.context. about_layout: lines about the layout."""
     run, is_first_rank = begun.run, services.env.rank == 0

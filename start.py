@@ -18,7 +18,7 @@ from checkpoint.disk import locks, store
 from checkpoint.run_folder import probe_run_folder
 from config import Config, ConfigError
 from config.optimizers import EMA
-from config.reading import dump, phases_of, unused
+from config.reading import dump, get_phases, unused
 from config.reading.phases import named
 from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, wrapped
@@ -41,7 +41,7 @@ from runtime.describe import warmup_notes
 from runtime.evaluate import open_tasks, validated_paths
 from runtime.fault_points import FaultHook, no_fault
 from runtime.start_layout import auto_layout, elastic_layout
-from services import Beginning
+from services import PreparedRun
 
 
 def run_folder(cfg: Config) -> Path:
@@ -68,7 +68,7 @@ def refusal_in(folder: Path, rank: int) -> Iterator[None]:
 
 
 class ChosenConfig(NamedTuple):
-    """What this start runs with.
+    """The config of this start.
 
     cfg: of the whole run, for the ranks that there are. done: steps of the run. about_layout: lines of the
     header.
@@ -90,12 +90,12 @@ def choose_config(
         env = setup.read_environment(cfg)
         done = 0
         if cfg.train.phases is not None:
-            done = peers.told_by_first("steps_done", lambda: steps_done(cfg, folder))
-        cfg, about_layout = auto_layout(cfg, env, folder, done, stated, peers.told_by_first)
+            done = peers.broadcast_from_first("steps_done", lambda: steps_done(cfg, folder))
+        cfg, about_layout = auto_layout(cfg, env, folder, done, stated, peers.broadcast_from_first)
         cfg = elastic_layout(cfg, env, done)
         plan_pipeline(cfg, env.world, after=done)
         open_tasks(cfg)
-        for phase in phases_of(cfg).from_step(done):
+        for phase in get_phases(cfg).from_step(done):
             with named(phase):
                 check_paths(phase.cfg)
         notes = [unused.check_unused(cfg, env.world), unused.kept_sizes(cfg, argv)]
@@ -120,7 +120,6 @@ FAULT_POINTS = (
     "step.compute",
     "step.backward",
     "step.end",
-    "step.logged",
     "eval.end",
 )
 
@@ -155,7 +154,7 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
             other_lines = [line.strip() for line in theirs[what].splitlines() if line not in usual_lines]
             detail = ", ".join(other_lines) or "fewer keys"
             raise ConfigError(
-                f"rank {rank} was started with another {what} than the others ({detail[:200]}); "
+                f"rank {rank} was started with a different {what} than the others ({detail[:200]}); "
                 "start every rank with the same command, from the same checkout"
             )
 
@@ -169,13 +168,13 @@ def begin_run(
     observe: FaultHook,
     done: int,
     stated: Collection[str],
-) -> Beginning:
+) -> PreparedRun:
     """Data, model, and the checkpoint to continue from; the folder looked at. See train.train. Collective."""
     tasks = open_tasks(cfg)
 
     # data, model, and the checkpoint to continue from
     everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
-    restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
+    restored = state.run_on_first_rank(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
     cfg = check_data(cfg, world, done)
     in_memory = open_memory(cfg, env, world, folder)
     run, valid_data, start, notes = start_run(cfg, env, world, folder, in_memory)
@@ -193,10 +192,10 @@ def begin_run(
         uploads = open_uploader(cfg, folder, is_first_rank=env.rank == 0)
     is_end = start.step == run.steps
     is_of_phase = run.phase.number == run.phases.of_step(start.step).number  # else it was left out
-    owes_evaluation = is_of_phase and is_evaluation_missing(cfg, start.step, folder, everyone, is_end=is_end)
-    if not is_end or owes_evaluation:
+    eval_pending = is_of_phase and is_evaluation_missing(cfg, start.step, folder, everyone, is_end=is_end)
+    if not is_end or eval_pending:
         notes += probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)
-    return Beginning(
+    return PreparedRun(
         run=run,
         valid_data=valid_data,
         start=start,
@@ -204,11 +203,11 @@ def begin_run(
         tasks=tasks,
         in_memory=in_memory,
         uploads=uploads,
-        owes_evaluation=owes_evaluation,
+        eval_pending=eval_pending,
     )
 
 
-def end_finished_run(begun: Beginning, env: setup.LaunchEnv, folder: Path) -> str:
+def end_finished_run(begun: PreparedRun, env: setup.LaunchEnv, folder: Path) -> str:
     """Ends a start that has nothing to do, and returns why. Collective."""
     run = begun.run
     run.data.close()
@@ -233,12 +232,12 @@ def check_data(cfg: Config, world: World, done: int = 0) -> Config:
     Raises ConfigError if the data of a phase cannot be read, has another tokenizer, or no target that counts.
     """
     everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
-    copies = state.first_rank_does(lambda: download_sources(cfg, after=done), everyone, timeout_s)
-    state.all_ranks_do(lambda: download_sources(cfg, copies, done), everyone, timeout_s)  # on each node
+    copies = state.run_on_first_rank(lambda: download_sources(cfg, after=done), everyone, timeout_s)
+    state.run_on_all_ranks(lambda: download_sources(cfg, copies, done), everyone, timeout_s)  # on each node
 
     def open_once() -> int:
         tokenizer = None
-        phases = phases_of(cfg)
+        phases = get_phases(cfg)
         for phase in phases.from_step(done):
             with named(phase):
                 check_source_names(phase.cfg)
@@ -262,7 +261,7 @@ def check_data(cfg: Config, world: World, done: int = 0) -> Config:
         assert tokenizer is not None  # there is a phase
         return tokenizer.vocab
 
-    return with_vocab(cfg, state.first_rank_does(open_once, everyone, timeout_s))
+    return with_vocab(cfg, state.run_on_first_rank(open_once, everyone, timeout_s))
 
 
 def check_source_names(cfg: Config) -> None:

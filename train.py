@@ -13,8 +13,6 @@ import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +23,11 @@ from config.reading import split_argv, stated_keys
 import torch
 from checkpoint import branch, state
 from checkpoint.disk import store
-from config import Config, Tree, is_due, is_permanent_step, modules_ahead
+from config import Config, Tree, is_due, is_permanent_step
 from config.exit_codes import FINISHED
 from config.reading.run_name import with_own_folder
 from durable.peers import PeerWatch
-from durable.spares import words_of_process
+from durable.spares import process_words
 from model.router import mixture
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
@@ -43,7 +41,7 @@ from phases import build_next_phase
 from runtime import failure, setup
 from runtime import folder as run_folders
 from runtime.advice import advised_on_memory
-from runtime.closing import ReportExit, close_run, report_end, summarize_run, summarized_failure
+from runtime.closing import close_run, report_end, summarize_run, summarized_failure
 from runtime.command import shows
 from runtime.evaluate import Evaluation, encode_for_phases, evaluate, open_evaluation
 from runtime.fault_points import FaultHook
@@ -86,8 +84,10 @@ def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> S
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
     run.extras.weights_updated(run, step, is_good)
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
-    run.routers.update_after_step(is_good, run.scaler.scale)
-    run.scaler.adapt(is_finite, has_targets)
+    if run.routers.layers:
+        run.routers.update_after_step(is_good, run.scaler.scale)
+    if run.scaler.dynamic:
+        run.scaler.adapt(is_finite, has_targets)
     return StepResult(gradients.loss, gradients.norm, is_good, gradients.targets)
 
 
@@ -101,14 +101,19 @@ def compute_gradients(run: TrainingRun, step: int, microbatches: list[Microbatch
     loss = forward_backward(run, local_microbatches, token_scale) / scale
     finish_grad_reductions(run.buckets, run.mesh)
     run.extras.gradients_ready(run, step)
-    norm = grad_norm(run.buckets, run.mesh, mixture(run.cfg.model) is not None) / scale
+    has_experts = mixture(run.cfg.model) is not None
+    norm = grad_norm(run.buckets, run.mesh, has_experts=has_experts) / scale
     return Gradients(loss, norm, num_targets, microbatches)
 
 
 def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list[Microbatch]:
     """Return this rank's tokens of its sequences: [b, s] -> [b, s/cp], without communication."""
-    depth = modules_ahead(run.cfg.model)
-    return [shard_batch(batch.with_tokens_ahead(depth), run.mesh.cp) for batch in microbatches]
+    if run.cfg.model.mtp is not None:
+        depth = run.cfg.model.mtp.modules
+        microbatches = [batch.with_tokens_ahead(depth) for batch in microbatches]
+    if run.mesh.cp.size > 1:
+        microbatches = [shard_batch(batch, run.mesh.cp) for batch in microbatches]
+    return microbatches
 
 
 def count_targets(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
@@ -127,7 +132,8 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     """
     for bucket in run.buckets:
         bucket.grads.start_step()
-    run.routers.start_step()
+    if run.routers.layers:
+        run.routers.start_step()
     pipeline = run.recording or run.pipeline
     return pipeline.run(run.schedules[len(microbatches)], microbatches, token_scale)
 
@@ -136,9 +142,14 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
 
 @dataclass(frozen=True)
 class Session:
-    """One phase of the run (train.phases). start_step: the number of steps done before it."""
+    """One phase of the run (train.phases).
+
+    run: with the extras of the loop. step_extras: those that were built with the run, and end with the phase.
+    start_step: the number of steps done before the phase.
+    """
     services: Services
     run: TrainingRun
+    step_extras: Extras
     evaluation: Evaluation
     start_step: int
 
@@ -150,48 +161,47 @@ class Session:
 class LoopEnd(NamedTuple):
     """How the loop ended.
 
-    reason: why it stopped before the last step, or None. restart: whether the job should be requeued.
+    step: the last one done. reason: why it stopped before the end of the phase, or None. requeue: whether
+    the job should be requeued.
     """
     step: int
     reason: str | None
-    restart: bool
+    requeue: bool
 
 
 def train_loop(session: Session) -> LoopEnd:
-    """Run the steps of one phase, until its last or until a rank is asked to stop."""
+    """Run the steps of one phase, until its end or until a rank is asked to stop."""
     services, run = session.services, session.run
     cfg, extras = run.cfg, run.extras
-    end = LoopEnd(session.start_step, reason=None, restart=False)
     step = session.start_step
-    while step < run.last_step:
-        step += 1
-        services.world.activity.step = step
-        extras.before_step(run, step)
-        run_one_step(session, step)
-        back_to = extras.after_step(run, step)
-        if back_to is not None:
-            step = back_to
-            continue
+    reason, requeue = None, False
+    with contextlib.closing(session.step_extras):
+        while step < run.phase_end and not reason:
+            step += 1
+            services.world.activity.step = step
+            extras.before_step(run, step)
+            run_one_step(session, step)
+            back_to = extras.after_step(run, step)
+            if back_to is not None:
+                step = back_to
+                continue
+            reason, requeue = agree_to_stop(session)
+            run_ends = step == run.steps
+            loop_ends = bool(reason) or step == run.phase_end
 
-        reason, restart = agree_to_stop(session)
-        end = LoopEnd(step, reason, restart)
-        is_last = step == run.steps
-        is_final = bool(reason) or step == run.last_step
-
-        # evaluate before saving, so that the last checkpoint is complete
-        is_evaluated = reason is None and (is_last or is_due(cfg.eval.every, step))
-        if is_evaluated:
-            session.evaluate(step)
-        is_due_now = is_due(cfg.checkpoint.every, step) or is_permanent_step(cfg.checkpoint, step)
-        is_saved = is_final or (is_due_now and extras.may_save(run, step))
-        if is_saved:
-            services.saving.save(run, step, is_final=is_final)
-        extras.after_save(run, step, is_saved)
-        if is_last and not is_evaluated:
-            session.evaluate(step)
-        if reason:  # no time to evaluate: the next start does it
-            break
-    return end
+            # evaluate before saving, so that the last checkpoint is complete; a run that was asked to stop
+            # leaves this to its next start
+            is_evaluated = not reason and (run_ends or is_due(cfg.eval.every, step))
+            if is_evaluated:
+                session.evaluate(step)
+            is_due_now = is_due(cfg.checkpoint.every, step) or is_permanent_step(cfg.checkpoint, step)
+            is_saved = loop_ends or (is_due_now and extras.may_save(run, step))
+            if is_saved:
+                services.saving.save(run, step, is_final=loop_ends)
+            extras.after_save(run, step, is_saved)
+            if run_ends and not is_evaluated:  # asked to stop in the last step
+                session.evaluate(step)
+    return LoopEnd(step, reason, requeue)
 
 
 def run_one_step(session: Session, step: int) -> None:
@@ -201,16 +211,14 @@ def run_one_step(session: Session, step: int) -> None:
 
     # read
     started = time.perf_counter()
-    run.extras.before_read(run, step)
     microbatches = run.data.microbatches(run.spikes.data_step(step))
     data_seconds = time.perf_counter() - started
 
     # train
     clock.collect()  # discard exchanges since the last step
     result = train_step(run, step, microbatches)
-    for line in run.extras.take_lines():
+    for line in run.extras.pop_lines():
         services.log.log_line(line)
-    run.extras.step_computed(run, step, result)
 
     # log
     skipped = services.log.log_step(
@@ -227,11 +235,10 @@ def run_one_step(session: Session, step: int) -> None:
         comm=clock.collect(),
     )
     services.guard.count_skipped(skipped)
-    run.extras.step_logged(run, step)
 
 
 # The vote of each rank; the largest wins.
-NO_STOP, STOP_AND_RESTART, STOP_FOR_GOOD, SAVE_FAILED = range(4)
+NO_STOP, STOP_AND_REQUEUE, STOP_FOR_GOOD, SAVE_FAILED = range(4)
 
 
 def agree_to_stop(session: Session) -> tuple[str | None, bool]:
@@ -246,7 +253,7 @@ def agree_to_stop(session: Session) -> tuple[str | None, bool]:
     if saving.has_failed():
         own_answer = SAVE_FAILED
     elif reason is not None:
-        own_answer = STOP_AND_RESTART if stop.requeue else STOP_FOR_GOOD
+        own_answer = STOP_AND_REQUEUE if stop.requeue else STOP_FOR_GOOD
 
     world = session.run.mesh.world
     answer = int(comm.all_reduce_max(torch.tensor(own_answer, dtype=torch.int32), world))
@@ -255,7 +262,7 @@ def agree_to_stop(session: Session) -> tuple[str | None, bool]:
         return None, False
     if answer == NO_STOP:
         return None, False
-    return reason or "another rank was told to stop", answer != STOP_FOR_GOOD
+    return reason or "stop requested on another rank", answer != STOP_FOR_GOOD
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
@@ -266,34 +273,27 @@ def train(
     env: setup.LaunchEnv,
     world: World,
     folder: Path,
-    *,
-    failure_scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    launch: setup.LaunchInfo = setup.LaunchInfo(),
     lease: "Lease | None" = None,
     observe: FaultHook | None = None,
-    report_exit: ReportExit = lambda code, reason, restart: None,
-    seconds_before: float = 0.0,
-    done: int = 0,
-    stated: Collection[str] = (),
-    about_layout: Sequence[str] = (),
 ) -> int:
     """Train to the last step and return the exit code. Refuses before the first step what can be refused.
 
-    failure_scope: context of the loop that reports a failure to the other ranks. lease: on the run folder.
-    observe(point, step, **seen) replaces the fault injector at each of start.FAULT_POINTS; lab/proof/verify
-    observes the loop with it. report_exit is called at the end. seconds_before: since this process started.
-    done: steps already made (durable/progress.py); the data of finished phases is not opened. stated: keys
-    given on the command line or in its file. about_layout: lines for the header.
+    lease: on the run folder. observe(point, step, **seen) replaces the fault injector at each of
+    start.FAULT_POINTS; lab/proof/verify observes the loop with it.
     """
     observe = observe or fault_hook(env)
-    goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
+    goodput = GoodputClock(folder if env.rank == 0 else None, env.world, launch.seconds_before)
     with recorded_start(goodput):
-        begun = begin_run(cfg, env, world, folder, observe=observe, done=done, stated=stated)
+        begun = begin_run(
+            cfg, env, world, folder, observe=observe, done=launch.steps_done, stated=launch.stated
+        )
         if begun.is_finished:
             why = end_finished_run(begun, env, folder)
             goodput.forget()
-            report_exit(FINISHED, why, False)
+            launch.report_exit(FINISHED, why, False)
             return FINISHED
-        start, owes_evaluation = begun.start, begun.owes_evaluation
+        start, eval_pending = begun.start, begun.eval_pending
         tasks = encode_for_phases(begun.tasks, begun.run)
         evaluation = open_evaluation(begun.run, begun.valid_data, tasks)
         services = open_services(begun, env, world, folder, goodput=goodput, observe=observe, lease=lease)
@@ -301,13 +301,13 @@ def train(
         with (
             services.log,
             summarized_failure(lambda reason: summarize_run(session.run, services.log, goodput, reason)),
-            failure_scope(),
+            launch.failure_scope(),
             contextlib.closing(Extras(services.extras)),
             advised_on_memory(services.cfg, world),
         ):
-            log_header(services, begun, tasks, about_layout)
+            log_header(services, begun, tasks, launch.about_layout)
             del begun, evaluation  # the session owns them until its phase ends
-            if start.step == 0 or owes_evaluation:
+            if start.step == 0 or eval_pending:
                 session.evaluate(start.step)
             with collected_between_steps():
                 end = train_loop(session)
@@ -324,16 +324,17 @@ def train(
             reason = end.reason if end.step < session.run.steps else None
             hint, saved = session.evaluation.prompt.hint, services.saving.list_saved
             close_run(session.run, services.log, goodput, reason=reason, prompt_hint=hint, list_saved=saved)
-        code = report_end(end.step, reason, end.restart, report_exit)
+        code = report_end(end.step, reason, end.requeue, launch.report_exit)
         goodput.end(code)
         return code
 
 
 def open_session(services: Services, run: TrainingRun, evaluation: Evaluation, step: int) -> Session:
     """Open the phase that begins after `step`, with its extras."""
+    step_extras = run.extras
     run = run.with_extras(*services.extras)
     run.extras.on_resume(run, step)
-    return Session(services, run, evaluation, step)
+    return Session(services, run, step_extras, evaluation, step)
 
 
 def begin_phase(
@@ -359,7 +360,7 @@ def main(argv: list[str]) -> int:
         cfg = with_own_folder(usual, file, argv)
         folder = run_folder(cfg)
         stated = stated_keys(file, argv)
-        cfg, env, done, about_layout = choose_config(cfg, folder, peers, argv=argv, stated=stated)
+        cfg, env, steps_done, about_layout = choose_config(cfg, folder, peers, argv=argv, stated=stated)
         if rank == 0 and cfg.log.name != usual.log.name:
             note_other_name(usual.log.name, cfg.log.name)
 
@@ -378,20 +379,16 @@ def main(argv: list[str]) -> int:
             check_same_everywhere(cfg, world)
             if rank == 0:
                 env = replace(env, provenance=setup.start_provenance(env, words))
-            return train(
-                cfg,
-                env,
-                world,
-                folder,
-                failure_scope=peers.failure_scope,
-                lease=lease,
-                report_exit=peers.report_exit,
-                seconds_before=setup.seconds_since_start(),
-                done=done,
+            launch = setup.LaunchInfo(
                 stated=stated,
+                steps_done=steps_done,
                 about_layout=about_layout,
+                seconds_before=setup.seconds_since_start(),
+                failure_scope=peers.failure_scope,
+                report_exit=peers.report_exit,
             )
+            return train(cfg, env, world, folder, launch, lease)
 
 
 if __name__ == "__main__":
-    failure.exit_process(failure.fail_cleanly(main, words_of_process(sys.argv[1:])))
+    failure.exit_process(failure.fail_cleanly(main, process_words(sys.argv[1:])))

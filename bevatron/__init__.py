@@ -31,7 +31,7 @@ def use() -> None:
         loaded = sys.modules.get(name)
         if loaded is not None and not is_ours(loaded):
             raise ImportError(f"{name} is already imported from {place_of(loaded)}; Bevatron's {name} needs "
-                              "a process of its own, such as python -m bevatron")
+                              "a separate process, such as python -m bevatron")
     if sys.path[:1] != [str(FOLDER)]:
         sys.path.insert(0, str(FOLDER))
 

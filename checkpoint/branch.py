@@ -18,11 +18,11 @@ from config.reading import (
     build_tree,
     dotted_overrides,
     flatten_tree,
+    get_phases,
     merge,
     nested,
-    phases_of,
     saved_config,
-    span_of,
+    shuffle_span,
 )
 from config.reading.phases import CHANGEABLE, SCHEDULE_KEYS, differing_keys, phases_text
 from config.tree import has_path, plain_data, value_at, with_values
@@ -44,13 +44,13 @@ def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
         return config.reading.resolve(name, file, argv)
     if name:
         raise ConfigError(
-            f"{name}: a branch has the settings of {where}; leave the recipe out, and give --log.name"
+            f"{name}: a branch keeps the settings of {where}; leave the recipe out, and give --log.name"
         )
     layers = [*([config.read_yaml(file)] if file else []), overrides]
-    return branch_config(begun_branch(str(where), layers), layers)
+    return branch_config(resolve_branch(str(where), layers), layers)
 
 
-def begun_branch(where: str, layers: list[Tree]) -> str:
+def resolve_branch(where: str, layers: list[Tree]) -> str:
     """Return RUN@STEP if the run's folder already has a branch of RUN, else `where`.
 
     An existing branch continues regardless of what RUN has saved since. `layers` are the branch's settings,
@@ -77,7 +77,7 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     path = find_source(where)
     meta = store.read_meta(path)
     step = meta["step"]
-    before = phases_of(saved_config(meta["config"]))
+    before = get_phases(saved_config(meta["config"]))
     here = before.of_step(step)
 
     # settings at that step, overridden by the branch
@@ -86,7 +86,7 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
         for key in keys:
             del tree[section][key]
     if here.cfg.data.pack == "stream":  # keep the sample order of the past
-        tree["data"]["span"] = span_of(before, before.all[0])
+        tree["data"]["span"] = shuffle_span(before, before.all[0])
     later: list[Tree] = []
     for layer in layers:
         layer = copy.deepcopy(nested(layer))
@@ -124,9 +124,9 @@ def with_schedule_of_source(cfg: Config, before: Phases, step: int, horizon: int
     `before` holds the phases of the source, and `horizon` its last step, if known. Raises ConfigError if the
     phases of the branch are out of order.
     """
-    phases = phases_of(cfg)
-    schedule = before.schedule_of(step)
-    old_end, new_end = before.schedule_end(schedule), phases.schedule_end(phases.schedule_of(step))
+    phases = get_phases(cfg)
+    schedule = before.get_schedule(step)
+    old_end, new_end = before.schedule_end(schedule), phases.schedule_end(phases.get_schedule(step))
     end = old_end or horizon
     if old_end == new_end or end is None:
         return cfg
@@ -152,7 +152,7 @@ def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
     if not (path / "index.json").exists():
         saved = [str(number) for number, _ in reversed(store.committed_checkpoints(path.parent))]
         raise ConfigError(
-            f"{asker}: {run} has no checkpoint of step {step}; it has {', '.join(saved) or 'none'}"
+            f"{asker}: {run} has no checkpoint at step {step}; it has {', '.join(saved) or 'none'}"
         )
     store.quick_check(path)
     return path

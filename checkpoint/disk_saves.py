@@ -69,7 +69,7 @@ class DiskSaves:
     def save(self, run: TrainingRun, step: int, *, is_final: bool) -> None:
         """Save a checkpoint, and wait for it if it is the final one.
 
-        Raises ReplicasDiffer before anything is written if replicas diverge, and StorageError if the final
+        Raises ReplicaMismatch before anything is written if replicas diverge, and StorageError if the final
         save fails or if more than checkpoint.failed_saves saves fail in a row.
         """
         self.prepare(run, step)
@@ -78,9 +78,9 @@ class DiskSaves:
             self.run_folder.restore(run, step)
             started = time.perf_counter()
             replicas.compare_replicas(run)
-            with self.excused():  # the previous save, in the background
+            with self.tolerate_failure():  # the previous save, in the background
                 self.saver.wait()
-            with self.excused(is_final):
+            with self.tolerate_failure(is_final):
                 self.write(run, step, is_final=is_final, started=started)
         self.goodput.saved(step)
 
@@ -106,12 +106,12 @@ class DiskSaves:
 
     def raise_failure(self, everyone: Group) -> None:
         """Raise on every rank any failure that is not tolerated. Collective."""
-        with self.excused():
+        with self.tolerate_failure():
             self.saver.wait()
-        state.first_rank_does(self.uploads.check, everyone)
+        state.run_on_first_rank(self.uploads.check, everyone)
 
     @contextlib.contextmanager
-    def excused(self, is_final: bool = False) -> Iterator[None]:
+    def tolerate_failure(self, is_final: bool = False) -> Iterator[None]:
         """Turn a StorageError of a save into a warning, on all ranks; the next save tries again.
 
         Re-raises it if the save is the final one or if more than checkpoint.failed_saves failed in a row.
@@ -123,6 +123,6 @@ class DiskSaves:
             if is_final or failed > excused:
                 raise
             self.log.log_line(
-                f"warning: a checkpoint was not saved ({failed} of {excused} in a row that may fail, "
-                f"checkpoint.failed_saves): {failure.one_line(error)}"
+                f"warning: a checkpoint was not saved ({failed} of {excused} consecutive failures "
+                f"allowed, checkpoint.failed_saves): {failure.one_line(error)}"
             )

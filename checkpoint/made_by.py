@@ -9,7 +9,7 @@ from config.reading.kinds import stated_leaves
 from config.tree import plain_data, value_at
 from data.loader import BatchLoader, BlendedDataset
 from data.raw import RawShards
-from data.start_tokens import files_of
+from data.start_tokens import underlying_files
 from runtime import setup
 from runtime.run import TrainingRun
 
@@ -27,9 +27,9 @@ def other_code(start: state.StartingPoint, env: setup.LaunchEnv, folder: Path) -
         packages = provenance.other_versions(old["versions"], env.provenance.record["versions"])
     except (KeyError, TypeError, AttributeError):
         return []
-    found = [f"resumed with other code ({change})"] if change else []
+    found = [f"resumed with different code ({change})"] if change else []
     packages = [line for line in packages if not line.startswith("torch ")]  # checkpoint/state.py reports it
-    return [*found, f"resumed with other packages ({', '.join(packages)})"] if packages else found
+    return [*found, f"resumed with different packages ({', '.join(packages)})"] if packages else found
 
 
 def describe_start(
@@ -46,7 +46,7 @@ def describe_start(
         inputs = {**weight_inputs(run.cfg, start, root), "data": data_inputs(run, valid_data)}
         return {**env.provenance.record, "step": start.step, "inputs": inputs}
 
-    return replace(run, provenance=state.first_rank_does(describe, run.mesh.world))
+    return replace(run, provenance=state.run_on_first_rank(describe, run.mesh.world))
 
 
 def describe_phase(run: TrainingRun, valid_data: BatchLoader, before: Tree, step: int) -> TrainingRun:
@@ -78,11 +78,11 @@ def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
     if run.cfg.data.valid is not None:
         read += [(dataset, {"split": valid_data.split}) for dataset in valid_data.datasets]
 
-    found: list[Tree] = []
+    results: list[Tree] = []
     for dataset, of_split in read:
-        index, tokenizer = files_of(dataset.index), run.data.required_tokenizer
+        index, tokenizer = underlying_files(dataset.index), run.data.required_tokenizer
         path = str(index.bin.absolute())
-        found.append({
+        results.append({
             **of_split,
             "name": dataset.name,
             "path": path if isinstance(index, RawShards) else path.removesuffix(".bin"),
@@ -91,7 +91,7 @@ def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:
             "tokenizer": tokenizer.name,
             "tokenizer_fingerprint": tokenizer.fingerprint,
         })
-    return found
+    return results
 
 
 def keep_provenance(run: TrainingRun, env: setup.LaunchEnv, folder: Path) -> list[str]:
@@ -103,5 +103,6 @@ def keep_provenance(run: TrainingRun, env: setup.LaunchEnv, folder: Path) -> lis
     try:
         provenance.keep(folder, {**run.provenance, "settings": chosen}, env.provenance.code.patch)
     except OSError as error:
-        return [f"warning: {error.filename or folder}: {error.strerror}; the run does not say what made it"]
+        return [f"warning: {error.filename or folder}: {error.strerror}; the run does not record its "
+                "provenance"]
     return []

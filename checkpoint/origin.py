@@ -141,7 +141,7 @@ def compare(
         by_text = f" ({BY_TEXT}: rows go to tokens of the same text)" if TOKENIZER in unstated else ""
         raise ConfigError(
             f"checkpoint.init_from: {index.path} holds the weights of another model: {differing}; "
-            f"{remedy(index.path, {key: keys[key] for key in unstated}, cfg)}, or state that it differs: "
+            f"{remedy(index.path, {key: keys[key] for key in unstated}, cfg)}, or declare the difference: "
             f"--checkpoint.init_changes {changes}{by_text}"
         )
     for key in stated_keys:
@@ -161,11 +161,11 @@ def compare(
         source=source,
         target=cfg.model,
         shapes=shapes,
-        same_ids=same_ids_of(index, source, ids_by_text) if is_by_text else None,
+        same_ids=match_token_ids(index, source, ids_by_text) if is_by_text else None,
     )
 
 
-def same_ids_of(
+def match_token_ids(
     index: StoredIndex, source: ModelConfig, ids_by_text: Callable[[Path, str], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
     """Return WeightOrigin.same_ids. A tokenizer may have more ids than its model has rows."""
@@ -179,7 +179,7 @@ def tokenizer_folder(checkpoint: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"checkpoint.init_changes: {BY_TEXT} reads the tokenizer of the weights, and {folder} is not "
-            f"there; put it there, or state {TOKENIZER} alone: rows keep their numbers"
+            f"there; put it there, or state {TOKENIZER} alone: rows keep their indices"
         )
     return folder
 
@@ -241,7 +241,7 @@ def kinds_of(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> Kinds
 
 def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
     """Return the parts of this rank's weights to load, under the names and shapes of the checkpoint."""
-    found: list[tuple[Box, Tensor]] = []
+    results: list[tuple[Box, Tensor]] = []
     for box, tensor in wants:
         kind = origin.kind(box.key, box.shape)
         stored = origin.stored_name(box.key)
@@ -250,8 +250,8 @@ def stored_boxes(origin: WeightOrigin, wants: Iterable[tuple[Box, Tensor]]) -> l
         rows = origin.rows(box.key)
         parts = [(box, tensor)] if kind != IN_PART or rows is None else parts_by_rows(box, tensor, rows)
         for part, values in parts:
-            found.append((replace(part, key=stored, shape=origin.shapes[stored]), values))
-    return found
+            results.append((replace(part, key=stored, shape=origin.shapes[stored]), values))
+    return results
 
 
 def parts_by_rows(box: Box, tensor: Tensor, rows: NDArray[np.int64]) -> Iterator[tuple[Box, Tensor]]:
@@ -297,7 +297,7 @@ def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
         lines.append(f"{'changed':<9}{', '.join(changed)}")
     for kind in (IN_PART, FRESH, DROPPED):
         if names[kind]:
-            said = some_of(names[kind], lambda name, kind=kind: with_rows(origin, name, kind))
+            said = summarize_names(names[kind], lambda name, kind=kind: with_rows(origin, name, kind))
             lines.append(f"{kind:<9}{len(names[kind]):,}: {said}")
     return lines
 
@@ -313,7 +313,7 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
     for pattern in origin.names:
         if not any(fnmatchcase(name, pattern) for name in (*kinds, *origin.shapes)):
             raise ConfigError(
-                f"checkpoint.init_changes: {pattern} names no weight, neither there nor here; leave it out"
+                f"checkpoint.init_changes: {pattern} matches no weight, neither there nor here; leave it out"
             )
     implied = () if origin.same_ids is None else IMPLIED_BY_TEXT
     free = (TOKENIZER, START, *implied)
@@ -323,16 +323,16 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
     extra = [name for name in dropped if not origin.is_named(name)]
     wrong: list[str] = []
     if extra:
-        said = some_of(extra, lambda name: with_shape(name, origin.shapes[name], kinds))
-        wrong.append(f"weights there without a place here: {len(extra):,} ({said})")
+        said = summarize_names(extra, lambda name: with_shape(name, origin.shapes[name], kinds))
+        wrong.append(f"weights there that are not used here: {len(extra):,} ({said})")
     if lacking:
-        said = some_of(lacking, lambda name: with_shape(name, kinds[name][1], origin.shapes))
+        said = summarize_names(lacking, lambda name: with_shape(name, kinds[name][1], origin.shapes))
         wrong.append(f"weights here that are not there: {len(lacking):,} ({said})")
     if wrong:
         raise ConfigError(
             f"checkpoint.init_from: {origin.index.path} does not fit this run, nothing was loaded: "
-            f"{'; '.join(wrong)}; take the code and the config that made it, or name the weights that are "
-            "not to be taken, * for any part of a name: --checkpoint.init_changes 'layers.*.attn.gate.weight'"
+            f"{'; '.join(wrong)}; use the code and the config that made it, or list the weights to skip, "
+            "with * as a wildcard: --checkpoint.init_changes 'layers.*.attn.gate.weight'"
         )
 
 
@@ -341,7 +341,7 @@ def with_shape(name: str, shape: Sequence[int], others: Iterable[str]) -> str:
     return f"{name} {tuple(shape)}" if name in others else name
 
 
-def some_of(names: Iterable[str], text: Callable[[str], str]) -> str:
+def summarize_names(names: Iterable[str], text: Callable[[str], str]) -> str:
     """Return the first few names, and how many more there are."""
     ordered = sorted(names, key=by_number)
     shown = ", ".join(text(name) for name in ordered[:MAX_NAMED])

@@ -17,7 +17,7 @@ from checkpoint.disk.files import IntegrityError, remove, storage_errors, sync_d
 from checkpoint.disk.locks import run_lock
 from config import ConfigError
 from config.provenance import PATCHES, RECORDS_FILE
-from data.remote import RemoteError, RemoteFolder, in_threads, is_url, open_folder, path_of_url
+from data.remote import RemoteError, RemoteFolder, in_threads, is_url, open_folder, url_path
 
 CHECKPOINTS = "checkpoints"
 MARKER = "index.sha256"
@@ -30,12 +30,12 @@ STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 def steps_in(checkpoints: RemoteFolder) -> dict[int, str]:
     """Return {step: folder name}, complete or not, newest first."""
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for name in checkpoints.names():
         match = STEP_FOLDER.fullmatch(name)
         if match:
-            found[int(match[1])] = name
-    return dict(sorted(found.items(), reverse=True))
+            result[int(match[1])] = name
+    return dict(sorted(result.items(), reverse=True))
 
 
 def complete_steps(checkpoints: RemoteFolder) -> dict[int, bytes]:
@@ -74,7 +74,7 @@ def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Pa
                 raise IntegrityError(f"{source.url}: holds another step")
             mark = checkpoints.read(f"{final.name}{KEEP}")
             if mark is not None:
-                store.mark_of(final).write_bytes(mark)
+                store.marker_path(final).write_bytes(mark)
             store.adopt(temp, final)
         finally:
             remove(temp)
@@ -98,9 +98,9 @@ def local_checkpoint(url: str, downloads: Path, asker: str = "checkpoint") -> Pa
     `url` is a run (its newest checkpoint) or .../checkpoints/step_00000100.
     Raises ConfigError if there is no checkpoint, or IntegrityError if it is damaged.
     """
-    run_url, stated = parts_of_url(url)
+    run_url, stated = split_url(url)
     run = open_folder(run_url, asker)
-    folder = downloads / path_of_url(run_url)
+    folder = downloads / url_path(run_url)
     checkpoints = run.folder(CHECKPOINTS)
     try:
         complete = complete_steps(checkpoints)
@@ -157,13 +157,13 @@ def repair_copy(url: str, downloads: Path) -> str:
     path = local_checkpoint(url, downloads)
     try:
         with run_lock(path.parent.parent):
-            run = open_folder(parts_of_url(url)[0], "checkpoint")
+            run = open_folder(split_url(url)[0], "checkpoint")
             return repair(run.folder(CHECKPOINTS).folder(path.name), path)
     except RemoteError as error:
         raise ConfigError(f"checkpoint: {url} cannot be read: {error}") from error
 
 
-def parts_of_url(url: str) -> tuple[str, int | None]:
+def split_url(url: str) -> tuple[str, int | None]:
     """Split the URL of a run or checkpoint into (URL of the run, step). The step of a run is None."""
     url = url.rstrip("/")
     parent, _, name = url.rpartition("/")
@@ -175,7 +175,7 @@ def parts_of_url(url: str) -> tuple[str, int | None]:
 
 def local_place(source: str, downloads: Path) -> Path:
     """Return a local path unchanged, or where the copy of a URL is stored."""
-    return downloads / path_of_url(source) if is_url(source) else Path(source)
+    return downloads / url_path(source) if is_url(source) else Path(source)
 
 
 def is_same(path: Path, marker: bytes) -> bool:
@@ -193,6 +193,6 @@ def refuse_url(path: str, asker: str) -> None:
     """Raise ConfigError for a URL where only local folders can be read."""
     if is_url(path):
         raise ConfigError(
-            f"{asker}: {path} is in a store, and only a run folder of this machine is read here; download it "
+            f"{asker}: {path} is in a store, but only local run folders are read here; download it "
             "first"
         )

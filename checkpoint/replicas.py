@@ -1,7 +1,7 @@
 """Check that replicas are identical, before each save and every checkpoint.check_replicas steps."""
 from typing import Any
 
-from checkpoint.state import moments_of
+from checkpoint.state import get_moments
 from config import is_due
 from parallel.extras import Extra
 from parallel.sharding.bucket import wait_param_gathers
@@ -14,13 +14,13 @@ from runtime.run import TrainingRun
 def compare_replicas(run: TrainingRun) -> None:
     """Wait for the updated weights and compare all replicas.
 
-    Raises ReplicasDiffer if replicas differ, and ExchangesDiffer if the ranks of a group have not run the
+    Raises ReplicaMismatch if replicas differ, and CollectiveMismatch if the ranks of a group have not run the
     same collectives.
     """
     wait_param_gathers(run.buckets)
     comm.check_collectives([getattr(run.mesh, name) for name in GROUP_AXES])
     routers = [(box.key, tensor) for box, tensor in run.routers.boxes()]
-    check_replicas(run.buckets, moments_of(run), run.mesh, routers)
+    check_replicas(run.buckets, get_moments(run), run.mesh, routers)
 
 
 class ReplicaChecks(Extra):

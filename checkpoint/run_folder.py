@@ -13,7 +13,7 @@ from data.blend import named_paths
 from data.download import local_path
 from data.loader import BatchLoader
 from data.tokenizer import Tokenizer, load_tokenizer
-from parallel.extras import Extra, StepResult
+from parallel.extras import Extra
 from runtime import folder as run_folders
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
@@ -31,7 +31,7 @@ class RunFolder(Extra):
     def on_resume(self, run: Any, step: int) -> None:
         self.first_step = step + 1
 
-    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+    def after_step(self, run: Any, step: int) -> None:
         if step == self.first_step and self.is_first_rank:
             write_config(run.phases.whole, self.folder)  # not before a step was trained with this config
 
@@ -42,7 +42,7 @@ class RunFolder(Extra):
             return
         self.log.log_line(
             f"warning: {folder} was removed or emptied before step {step:,}: config.yaml and tokenizer/ are "
-            "written again; metrics and checkpoints until here are lost, and so is the lock against a second "
+            "written again; metrics and checkpoints up to here are lost, and so is the lock against a second "
             "run"
         )
         with store.storage_errors(folder, 0):
@@ -79,10 +79,10 @@ def describe_template(cfg: Config, data: BatchLoader) -> str | None:
     own = getattr(tokenizer, "files", {})
     others = [str(place) for place in same_tokenizers(cfg, tokenizer)
               if tokenizer_files.has_template(files := tokenizer_files.read_files(place))
-              and tokenizer_files.templates_of(files) != tokenizer_files.templates_of(own)]
+              and tokenizer_files.load_templates(files) != tokenizer_files.load_templates(own)]
     if not others:
         return None
-    kept = "that with which the data were prepared" if tokenizer_files.has_template(own) else "none"
+    kept = "the one that the data was prepared with" if tokenizer_files.has_template(own) else "none"
     return f"{kept}, not that of {' or of '.join(dict.fromkeys(others))}"
 
 
@@ -104,7 +104,7 @@ def tokenizer_places(cfg: Config) -> list[Path]:
         places.append(Path(f"{prefix}.tokenizer"))
     for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
         if source not in (None, "auto", "none"):
-            checkpoint = remote.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
+            checkpoint = remote.local_place(source.rpartition("@")[0] or source, state.downloads_folder(cfg))
             for folder in (checkpoint, *list(checkpoint.parents)[:2]):
                 places.append(folder / "tokenizer")
     return places
@@ -118,9 +118,9 @@ def probe_run_folder(run: TrainingRun, folder: Path) -> None:
     """
     everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
     with store.storage_errors(folder, 0):
-        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone, timeout_s)
+        token = state.run_on_first_rank(lambda: run_folders.write_token(folder), everyone, timeout_s)
     try:
-        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
+        state.run_on_all_ranks(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
     finally:
         if everyone.index == 0:
             run_folders.remove_token(folder, token)

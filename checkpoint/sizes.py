@@ -33,4 +33,4 @@ def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, whe
     for name, (asked, stored) in least.items():
         if asked > SIZE_MARGIN * stored:
             raise ConfigError(f"{where}: the config says {name} = {asked:,}, its tensors hold {stored:,}; "
-                              "the two are not of one model")
+                              "they belong to different models")

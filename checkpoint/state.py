@@ -48,14 +48,14 @@ from config import (
 )
 from config.optimizers import EMA
 from config.pattern import BLOCK_PARTS
-from config.reading import phases_of, saved_config
+from config.reading import get_phases, saved_config
 from config.reading.function import FUNCTION_KEYS, START, written
 from config.reading.phases import (
     CHANGEABLE,
     LAYOUT,
     check_same_past,
     check_same_schedule,
-    horizon_of,
+    get_horizon,
     same_plan,
 )
 from config.reading.run_name import HORIZON_KEYS, OWN_CHECKPOINTS, is_idle
@@ -66,8 +66,8 @@ from model.shared_keys import key_sources
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_matrix
-from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
-from parallel.sharding.views import Moments, boxes_of, boxes_within, state_flats
+from parallel.sharding.shares import Share, broadcast_to_replicas, read_shares, write_shares
+from parallel.sharding.views import Moments, boxes_within, get_boxes, state_flats
 from parallel.topology.dims import ParallelDims
 from parallel.wire import comm, messages
 from runtime.run import TrainingRun
@@ -114,20 +114,20 @@ def state_boxes(
     state: {suffix: one flat tensor per bucket, or None for buckets without that moment}.
     shares: the part of each bucket to include; by default everything that this rank owns.
     """
-    found: BoxedTensors = []
+    results: BoxedTensors = []
     for position, bucket in enumerate(buckets):
         share = None if shares is None else shares[position]
         for suffix, flat in state_flats(bucket, position, state):
             if share is None:
-                boxes = boxes_of(bucket, flat)
+                boxes = get_boxes(bucket, flat)
             else:
                 boxes = boxes_within(bucket, flat, share.slots, share.elements)
             for box, part in boxes:
-                found.append((dataclasses.replace(box, key=box.key + suffix), part))
-    return found
+                results.append((dataclasses.replace(box, key=box.key + suffix), part))
+    return results
 
 
-def moments_of(run: TrainingRun) -> Moments:
+def get_moments(run: TrainingRun) -> Moments:
     """Return the tensors that are stored with each master: optimizer moments and the moving average."""
     return {**run.optim.state(), **(run.ema.state() if run.ema is not None else {})}
 
@@ -143,11 +143,11 @@ def stored_as(index: store.StoredIndex, boxes: BoxedTensors, weights: str) -> Bo
     averaged = averaged_keys(index)
     if not averaged:
         raise ConfigError(f"--weights: {index.path} holds no moving average (train.ema); leave it out")
-    found: BoxedTensors = []
+    results: BoxedTensors = []
     for box, tensor in boxes:
         suffix = EMA_SUFFIX if box.key in averaged else ""
-        found.append((dataclasses.replace(box, key=box.key + suffix), tensor))
-    return found
+        results.append((dataclasses.replace(box, key=box.key + suffix), tensor))
+    return results
 
 
 def averaged_keys(index: store.StoredIndex) -> set[str]:
@@ -156,7 +156,7 @@ def averaged_keys(index: store.StoredIndex) -> set[str]:
     return {key.removesuffix(EMA_SUFFIX) for key in keys if key.endswith(EMA_SUFFIX)}
 
 
-def powersgd_of(buckets: list[Bucket]) -> dict[int, PowerSGD]:
+def get_powersgd(buckets: list[Bucket]) -> dict[int, PowerSGD]:
     """Return {bucket position: its PowerSGD} for the buckets that use it."""
     found = {position: bucket.grads.powersgd for position, bucket in enumerate(buckets)}
     return {position: reducer for position, reducer in found.items() if reducer is not None}
@@ -164,7 +164,7 @@ def powersgd_of(buckets: list[Bucket]) -> dict[int, PowerSGD]:
 
 def summed_errors(buckets: list[Bucket]) -> dict[int, Tensor]:
     """Return {bucket position: the flat sum of all ranks' errors}. Collective."""
-    return {position: reducer.sum_errors() for position, reducer in powersgd_of(buckets).items()}
+    return {position: reducer.sum_errors() for position, reducer in get_powersgd(buckets).items()}
 
 
 def error_boxes(
@@ -175,14 +175,14 @@ def error_boxes(
     errors: {bucket position: a flat tensor of its size}. shares: the part of each bucket to include.
     each_once: omit replicated bases that another rank saves.
     """
-    found: BoxedTensors = []
-    for position, reducer in powersgd_of(buckets).items():
+    results: BoxedTensors = []
+    for position, reducer in get_powersgd(buckets).items():
         share = shares[position]
         matrices = [slot for slot in share.slots if is_matrix(slot.param.spec)]
         for box, part in boxes_within(buckets[position], errors[position], matrices, share.elements):
-            found.append((dataclasses.replace(box, key=box.key + ERROR_SUFFIX), part))
-        found += reducer.basis_boxes(each_once)
-    return found
+            results.append((dataclasses.replace(box, key=box.key + ERROR_SUFFIX), part))
+        results += reducer.basis_boxes(each_once)
+    return results
 
 
 def load_buckets(buckets: list[Bucket]) -> None:
@@ -224,17 +224,17 @@ def describe_run(run: TrainingRun, step: int) -> Tree:
     }
 
 
-def config_of(meta: Tree) -> Config:
+def build_config(meta: Tree) -> Config:
     """Return the config of the last step before the save; in a run with phases, that of its phase."""
-    return phases_of(saved_config(meta["config"])).of_step(meta["step"]).cfg
+    return get_phases(saved_config(meta["config"])).of_step(meta["step"]).cfg
 
 
 def horizon_in(meta: Tree) -> int | None:
     """Return the total steps of the run, or None for old checkpoints of runs that set train.flops."""
-    return meta.get("steps") or horizon_of(saved_config(meta["config"]))
+    return meta.get("steps") or get_horizon(saved_config(meta["config"]))
 
 
-def name_of(index: store.StoredIndex, in_memory: bool) -> str:
+def get_name(index: store.StoredIndex, in_memory: bool) -> str:
     """Name a checkpoint in messages; one in memory without its path, which contains only one rank's part."""
     return f"the checkpoint of step {index.step:,} in memory" if in_memory else str(index.path)
 
@@ -254,19 +254,19 @@ def differing_settings(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 def blocks_of_layers(model: ModelConfig) -> list[tuple[Any, ...]]:
     """Return the mixer, MLP and norm of each layer, and the layer whose keys it reuses."""
     sources = key_sources(model)
-    found: list[tuple[Any, ...]] = []
+    results: list[tuple[Any, ...]] = []
     for layer in range(model.layers):
         like = layer_model(model, layer)
         if layer in sources:
             like = with_values(like, {"mixer.keys_of": None})  # a name, compared by its layer instead
-        found.append((*(getattr(like, part) for part in BLOCK_PARTS), sources.get(layer)))
-    return found
+        results.append((*(getattr(like, part) for part in BLOCK_PARTS), sources.get(layer)))
+    return results
 
 
 def check_same_run(meta: Tree, run: TrainingRun, where: str, in_memory: bool = False) -> list[str]:
     """Compare the settings in `meta` with those of the run. Returns a warning for each changed setting.
 
-    where: name_of the checkpoint, for messages. Raises ConfigError if a setting that must not change has
+    where: get_name the checkpoint, for messages. Raises ConfigError if a setting that must not change has
     changed, or if the data or the tokenizer differ.
     """
     old, new = saved_config(meta["config"]), run.phases.whole
@@ -274,9 +274,9 @@ def check_same_run(meta: Tree, run: TrainingRun, where: str, in_memory: bool = F
     changed = {key: values for key, values in differing.items() if not key.startswith(UNREPORTED)}
     changed.pop("train.phases", None)  # compared phase by phase
     phase_notes: list[str] = []
-    check_left_out(meta, new.train, where)
+    check_skipped_data(meta, new.train, where)
     if any(cfg.train.phases or cfg.data.span for cfg in (old, new)):
-        before = phases_of(old)
+        before = get_phases(old)
         phase_notes = check_same_past(before, run.phases, meta["step"], where)
         horizons = (horizon_in(meta) or run.steps, run.steps)
         if check_same_schedule(before, run.phases, meta["step"], where, horizons):
@@ -309,18 +309,18 @@ def check_same_run(meta: Tree, run: TrainingRun, where: str, in_memory: bool = F
 
     # warn about the other changes
     warnings = [
-        f"resumed with another {key} ({said(before)} -> {said(now)})"
+        f"resumed with a different {key} ({said(before)} -> {said(now)})"
         for key, (before, now) in changed.items()
     ]
     if meta["torch"] != torch.__version__:
-        warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
+        warnings.append(f"resumed with a different torch {meta['torch']} -> {torch.__version__}")
     return warnings + phase_notes
 
 
 def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -> None:
     """Raise ConfigError if a run that resumes itself names another initial checkpoint than before.
 
-    path: the run's own checkpoint to resume from. where: name_of that checkpoint.
+    path: the run's own checkpoint to resume from. where: get_name that checkpoint.
     """
     began_at = {**dataclasses.asdict(CheckpointConfig()), **meta["config"]["checkpoint"]}
     for key in ("branch", "init_from", "init_changes", "resume"):
@@ -330,7 +330,7 @@ def check_same_origin(meta: Tree, cfg: Config, path: pathlib.Path, where: str) -
         if key == "resume" and pathlib.Path(new).resolve() in (path.resolve(), path.resolve().parents[1]):
             continue  # names this checkpoint or this run
         raise ConfigError(
-            f"checkpoint.{key}: the run goes on from {where}, and it began with {old}, not {new}; set it "
+            f"checkpoint.{key}: the run continues from {where}, which began with {old}, not {new}; set it "
             "back, or choose another --log.name"
         )
 
@@ -347,7 +347,7 @@ def branch_advice(key: str, value: object, step: int, where: str, in_memory: boo
         return ""
     source = shlex.quote(f"{pathlib.Path(where).parent.parent}@{step}")
     return (
-        f"or go on with it in a branch, with the optimizer state: train.py --log.name OTHER "
+        f"or continue it in a branch, with the optimizer state: train.py --log.name OTHER "
         f"--checkpoint.branch {source} --{key} {value}; "
     )
 
@@ -357,14 +357,14 @@ def said(value: object) -> str:
     return written(value) if dataclasses.is_dataclass(value) or isinstance(value, tuple) else str(value)
 
 
-def check_left_out(meta: Tree, train: TrainConfig, where: str) -> None:
+def check_skipped_data(meta: Tree, train: TrainConfig, where: str) -> None:
     """Raise ConfigError if these settings do not support the skipped data steps of the checkpoint."""
     if not meta.get("spikes", {}).get("left_out"):
         return
     for key, value in (("train.phases", train.phases), ("train.ramp", train.ramp)):
         if value is not None:
             raise ConfigError(
-                f"{key}: {where} has left out data after spikes (optim.spike_rewind), and a run with {key} "
+                f"{key}: {where} has skipped data after spikes (optim.spike_rewind), and a run with {key} "
                 "cannot follow it; leave it out, or start a new run from its weights (--checkpoint.init_from)"
             )
 
@@ -530,7 +530,7 @@ def load_weights(
 
     meet(verify)
     meet(lambda: started.pop().fill())
-    pass_on_all(buckets, {})
+    broadcast_all_to_replicas(buckets, {})
     load_buckets(buckets)
 
 
@@ -547,19 +547,20 @@ def fill_boxes(
     def verify() -> None:
         started.append(store.start_load(index, wants, strict=False, allow_cast=True, sharers=sharers))
 
-    all_ranks_do(verify, world, timeout_s)
-    all_ranks_do(lambda: started.pop().fill(), world, timeout_s)
+    run_on_all_ranks(verify, world, timeout_s)
+    run_on_all_ranks(lambda: started.pop().fill(), world, timeout_s)
 
 
 def weight_boxes(buckets: list[Bucket], more: Sequence[tuple[Box, Tensor]] = ()) -> BoxedTensors:
-    """Return the weights that this rank reads, plus `more`; it receives the rest in pass_on_all."""
+    """Return the weights that this rank reads, plus `more`; it receives the rest in
+    broadcast_all_to_replicas."""
     return [*state_boxes(buckets, {}, read_shares(buckets)), *more]
 
 
-def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
+def broadcast_all_to_replicas(buckets: list[Bucket], state: Moments) -> None:
     """Exchange the parts that the replicas of each shard have read. Collective."""
     for position, bucket in enumerate(buckets):
-        pass_on(bucket, position, [flat for _, flat in state_flats(bucket, position, state)])
+        broadcast_to_replicas(bucket, position, [flat for _, flat in state_flats(bucket, position, state)])
 
 
 def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) -> list[str]:
@@ -571,7 +572,7 @@ def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) ->
     all. Raises ConfigError if the checkpoint does not fit the run.
     """
     world = run.mesh.world
-    meta, where = index.meta, name_of(index, in_memory)
+    meta, where = index.meta, get_name(index, in_memory)
     warnings = check_same_run(meta, run, where, in_memory)
     stored_states = meta["config"].get("optim", {}).get("states", "fp32")
     states = run.cfg.optim.states
@@ -587,14 +588,14 @@ def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) ->
     if run.ema is not None and not stored_ema:
         warnings.append(f"train.ema: {where} holds no moving average; it starts at the weights of that step")
     if run.ema is None and stored_ema:
-        warnings.append(f"train.ema: none; the moving average in {where} is left behind")
+        warnings.append(f"train.ema: none; the moving average in {where} is dropped")
 
     # collect the tensors to load; rank 0 gathers the keys of all ranks to find those that none loads
-    moments = moments_of(run) if stored_ema else run.optim.state()
+    moments = get_moments(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
     shares = read_shares(run.buckets)
     wants = boxes_to_read(run, moments)
-    powersgd = powersgd_of(run.buckets)
+    powersgd = get_powersgd(run.buckets)
     errors = {position: torch.zeros_like(reducer.error) for position, reducer in powersgd.items()}
     wants += stored_only(index, error_boxes(run.buckets, errors, shares))
     own_keys = store.pack(sorted({box.key for box, _ in wants}))
@@ -616,29 +617,30 @@ def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) ->
         ))
 
     timeout_s = run.cfg.checkpoint.timeout_s
-    all_ranks_do(verify, world, timeout_s)
-    all_ranks_do(lambda: started.pop().fill(), world, timeout_s)
-    pass_on_all(run.buckets, moments)
+    run_on_all_ranks(verify, world, timeout_s)
+    run_on_all_ranks(lambda: started.pop().fill(), world, timeout_s)
+    broadcast_all_to_replicas(run.buckets, moments)
     for position, reducer in powersgd.items():
-        pass_on(run.buckets[position], position, [errors[position]])
+        broadcast_to_replicas(run.buckets[position], position, [errors[position]])
         reducer.set_summed_error(errors[position])
     load_buckets(run.buckets)
     if run.ema is not None and not stored_ema:
         run.ema.start()
-    was_scaled = config_of(meta).train.dtype == "fp16"  # other runs save a scale of 1
+    was_scaled = build_config(meta).train.dtype == "fp16"  # other runs save a scale of 1
     run.scaler.load(meta.get("loss_scale") if was_scaled else None)
     run.spikes.load(meta.get("spikes"))
     return warnings
 
 
 def boxes_to_read(run: TrainingRun, moments: Moments) -> BoxedTensors:
-    """Return the boxes that this rank reads, without PowerSGD state; it receives the rest in pass_on_all."""
+    """Return the boxes that this rank reads, without PowerSGD state; it receives the rest in
+    broadcast_all_to_replicas."""
     return state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
 
 
 def bytes_to_read(run: TrainingRun) -> int:
     """Return the bytes that this rank reads to resume, as large as its part of an in-memory checkpoint."""
-    return sum(part.numel() * part.element_size() for _, part in boxes_to_read(run, moments_of(run)))
+    return sum(part.numel() * part.element_size() for _, part in boxes_to_read(run, get_moments(run)))
 
 
 def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
@@ -646,11 +648,11 @@ def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
     if not boxes:
         return []
     stored = {(piece.box.key, piece.box.shape) for piece in index.pieces}
-    found: BoxedTensors = []
+    results: BoxedTensors = []
     for box, part in boxes:
         if (box.key, box.shape) in stored:
-            found.append((box, part))
-    return found
+            results.append((box, part))
+    return results
 
 
 # ---- save --------------------------------------------------------------------------------------------------
@@ -676,7 +678,7 @@ def save_run(
         keep=checkpoint.keep,
         mark=permanent_mark(checkpoint, root, step) if world.index == 0 else "",
         fault_point=fault_point,
-        ranks=ranks_of(world),
+        ranks=make_ranks(world),
         timeout_s=checkpoint.timeout_s,
     )
 
@@ -684,15 +686,15 @@ def save_run(
 def boxes_to_save(run: TrainingRun) -> BoxedTensors:
     """Return the boxes that this rank writes, without PowerSGD's errors, which must be summed first."""
     shares = write_shares(run.buckets, run.mesh)
-    return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
+    return state_boxes(run.buckets, get_moments(run), shares) + run.routers.boxes(each_once=True)
 
 
-def boxes_of_rank(run: TrainingRun) -> BoxedTensors:
+def get_rank_boxes(run: TrainingRun) -> BoxedTensors:
     """Return the boxes that this rank reads when it resumes under the same layout, for in-memory checkpoints.
 
     Collective, since PowerSGD's errors are summed.
     """
-    pieces = boxes_to_read(run, moments_of(run))
+    pieces = boxes_to_read(run, get_moments(run))
     pieces += error_boxes(run.buckets, summed_errors(run.buckets), read_shares(run.buckets))
     return list({box: (box, tensor) for box, tensor in pieces}.values())  # without duplicates
 
@@ -704,7 +706,7 @@ def check_space(run: TrainingRun, root: pathlib.Path) -> None:
     """
     own_bytes = sum(part.numel() * part.element_size() for _, part in boxes_to_save(run))
     total_bytes = sum(comm.all_gather_objects(own_bytes, run.mesh.world))
-    first_rank_does(lambda: store.check_free_space(root, total_bytes), run.mesh.world)
+    run_on_first_rank(lambda: store.check_free_space(root, total_bytes), run.mesh.world)
 
 
 def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) -> str:
@@ -780,8 +782,8 @@ def unpack_start(packed: PackedStart, text: bytes, model: ModelConfig | None = N
     index_text = store.decompress(text, packed.text_bytes)
     if len(index_text) != packed.text_bytes:
         raise messages.MessageError(
-            f"{packed.path}/index.json came with {len(index_text):,} bytes, announced were "
-            f"{packed.text_bytes:,} bytes"
+            f"{packed.path}/index.json arrived with {len(index_text):,} bytes, but "
+            f"{packed.text_bytes:,} were announced"
         )
     parsed = parse_index(packed.path, index_text)
     index = dataclasses.replace(parsed, text=b"", meta=packed.meta)
@@ -810,13 +812,13 @@ def choose_together(
         own.append(start)
         return pack_start(start)
 
-    packed = first_rank_does(look, world, timeout_s)
+    packed = run_on_first_rank(look, world, timeout_s)
     text = comm.broadcast_bytes(texts[0] if texts else b"", world)
 
     def unpack() -> StartingPoint:
         return own[0] if own else unpack_start(packed, text, model)
 
-    return all_ranks_do(unpack, world, timeout_s) if packed.is_foreign else unpack()
+    return run_on_all_ranks(unpack, world, timeout_s) if packed.is_foreign else unpack()
 
 
 def resume(
@@ -874,7 +876,7 @@ def load_start(run: TrainingRun, root: pathlib.Path, start: StartingPoint) -> tu
     if start.resumed is not None:
         path, meta = start.resumed.path, start.resumed.meta
         in_memory = bool(start.memory)
-        where, is_own = name_of(start.resumed, in_memory), in_memory or path.parent == root
+        where, is_own = get_name(start.resumed, in_memory), in_memory or path.parent == root
         check_same_run(meta, run, where, in_memory)  # first, settings that must not change
         check_horizon(meta, run, where, own_folder=is_own)
         if is_own:
@@ -904,18 +906,18 @@ def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
         has_start=run.data.has_start,
         ids_by_text=lambda folder, fingerprint: run.data.ids_by_text(folder, fingerprint),
     )
-    origin = all_ranks_do(compare_here, world, timeout_s)
+    origin = run_on_all_ranks(compare_here, world, timeout_s)
     routers = run.routers.boxes(weights=True)
     own = store.pack(kinds_of(origin, weight_boxes(run.buckets, routers)))
     kinds: Kinds = {}
     for of_rank in comm.gather_objects(own, world):
         kinds |= store.unpack(of_rank)
-    notes = first_rank_does(lambda: header_lines(origin, kinds), world, timeout_s)
+    notes = run_on_first_rank(lambda: header_lines(origin, kinds), world, timeout_s)
     load_weights(
         run.buckets,
         index,
         more=routers,
-        meet=lambda work: all_ranks_do(work, world, timeout_s),
+        meet=lambda work: run_on_all_ranks(work, world, timeout_s),
         sharers=ranks_on_this_host(world),
         origin=origin,
     )
@@ -926,7 +928,7 @@ def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
 
 def source_model(index: store.StoredIndex) -> ModelConfig:
     """Return the model config of stored weights."""
-    return index.model if isinstance(index, foreign.ForeignIndex) else config_of(index.meta).model
+    return index.model if isinstance(index, foreign.ForeignIndex) else build_config(index.meta).model
 
 
 def layout_change(meta: Tree, dims: ParallelDims) -> list[str]:
@@ -935,7 +937,7 @@ def layout_change(meta: Tree, dims: ParallelDims) -> list[str]:
         saved = ParallelDims(**meta["layout"])
     except (KeyError, TypeError, ValueError):  # written by another version
         return []
-    return [] if saved == dims else [f"saved on {saved.in_words()}, goes on with {dims.in_words()}"]
+    return [] if saved == dims else [f"saved on {saved.to_text()}, continues on {dims.to_text()}"]
 
 
 def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) -> StartingPoint:
@@ -958,7 +960,7 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
     check = kept_in(indexes, store.quick_check)
     resumed = store.newest_checkpoint(root, notes, bad, check) if root.is_dir() else None
     if resumed is None and checkpoint.resume not in ("auto", "none"):
-        resumed = find_checkpoint(checkpoint.resume, notes, bad, check, downloads_of(cfg))
+        resumed = find_checkpoint(checkpoint.resume, notes, bad, check, downloads_folder(cfg))
     if resumed is None and checkpoint.branch:
         run, _, step = checkpoint.branch.rpartition("@")
         path = store.checkpoint_folder(pathlib.Path(run) / "checkpoints", int(step))
@@ -972,19 +974,19 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
             foreign.check_copies(index)
             return StartingPoint(None, index, [*notes, *index.notes])
     if checkpoint.init_from:
-        weights = find_checkpoint(checkpoint.init_from, notes, bad, check, downloads_of(cfg))
+        weights = find_checkpoint(checkpoint.init_from, notes, bad, check, downloads_folder(cfg))
         return StartingPoint(None, indexes[weights], notes)
     return StartingPoint(None, None, notes)
 
 
-def downloads_of(cfg: Config) -> pathlib.Path:
+def downloads_folder(cfg: Config) -> pathlib.Path:
     """Return where a run keeps copies of remote checkpoints: next to its folder, visible to all ranks."""
     return pathlib.Path(cfg.log.dir) / DOWNLOADS.name
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------
 
-def ranks_of(group: comm.Group) -> Ranks:
+def make_ranks(group: comm.Group) -> Ranks:
     """Return the object collectives of a group, for plain data."""
     return Ranks(
         rank=group.index,
@@ -1001,14 +1003,15 @@ def ranks_on_this_host(world: comm.Group) -> int:
     return comm.all_gather_objects(own, world).count(own)
 
 
-def all_ranks_do(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
+def run_on_all_ranks(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
     """Call work() on every rank and return its result once all are done. Collective.
 
     If it fails on one rank, all raise. timeout_s: see together.agree_on_outcome.
     """
-    return ranks_of(world).all_do(work, timeout_s)
+    return make_ranks(world).run_on_all(work, timeout_s)
 
 
-def first_rank_does(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
+def run_on_first_rank(work: Callable[[], Result], world: comm.Group,
+                      timeout_s: float | None = None) -> Result:
     """Call work() on rank 0, and return its result or raise its error on every rank. Collective."""
-    return ranks_of(world).first_does(work, timeout_s)
+    return make_ranks(world).run_on_first(work, timeout_s)

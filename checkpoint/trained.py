@@ -1,5 +1,5 @@
 """Load the model of a checkpoint, for scripts that evaluate, generate, average and convert."""
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,42 +12,34 @@ from checkpoint.disk import store
 from checkpoint.sizes import check_size
 from checkpoint.state import TRAINED
 from config import CheckpointConfig, Config, ConfigError, ParallelConfig, Tree
-from config.reading.layout import AskedLayout, layout_of_weights
-from config.reading.schedules import schedule_of
+from config.reading.layout import RequestedLayout, layout_of_weights
+from config.reading.schedules import get_schedule
 from data import tokenizer
 from data.prompts import Prompts, open_prompts
-from data.task_scores import Score, TextRow, score_rows
 from data.tokenizer import Tokenizer
-from model.context import GenerationCache
-from model.generate import pipeline_logits
 from model.precision import DTYPES
 from model.router_states import RouterStates
-from model.score import pipeline_scores
 from model.sharding import parallel_dims
-from model.stages import hidden_shape_of, make_stages
+from model.stages import get_hidden_shape, make_stages
 from model.transformer import PipelineStage
 from parallel.pipeline.executor import Pipeline
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import sharded_parameters
-from parallel.sharding.zero import ZeroScheduler
+from parallel.sharding.zero import ZeroHooks
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
+from runtime.sharded_model import ShardedModel
 
 Fill = Callable[[list[tuple[Box, Tensor]]], object]  # fills each tensor with the values of its box
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class TrainedModel(ShardedModel):
     """The weights of a checkpoint as pipeline stages, with the tokenizer they were trained with.
 
-    stages: {stage number: stage} on this rank. known_tokenizer: None if the weights were imported without a
+    known_tokenizer: None if the weights were imported without a
     tokenizer. is_chat: whether the model was trained on conversations.
     """
-    cfg: Config
-    mesh: Mesh
-    stages: dict[int, PipelineStage]
-    pipeline: Pipeline
-    device: torch.device
     known_tokenizer: Tokenizer | None
     path: Path
     step: int
@@ -76,33 +68,6 @@ class TrainedModel:
     def prompts(self) -> Prompts:
         """The encoder of prompts. Raises ConfigError like `tokenizer`, or if data.bos contradicts it."""
         return open_prompts(self.tokenizer, self.cfg.data.bos)
-
-    def logits(
-        self, tokens: Tensor, positions: Tensor, cache: GenerationCache | None, position: int | None
-    ) -> Tensor:
-        """Return logits [vocab] at `position` of tokens [1, s]; [b, s, vocab] if it is None. Collective."""
-        return pipeline_logits(
-            self.pipeline,
-            self.stages,
-            tokens,
-            positions,
-            cache=cache,
-            position=position,
-        )
-
-    def score(self, rows: Sequence[TextRow]) -> list[Score]:
-        """Score texts; every rank returns all scores. Collective."""
-        def forward(tokens: Tensor, targets: Tensor) -> Tensor | None:
-            return pipeline_scores(self.pipeline, self.stages, tokens, targets)
-
-        train = self.cfg.train
-        return score_rows(
-            rows,
-            forward,
-            batch_tokens=train.micro_batch * train.seq_len,
-            device=self.device,
-            stages=self.mesh.pp,
-        )
 
 
 @torch.no_grad()
@@ -178,7 +143,7 @@ def load_run(
     eod: str | None = None,
     *,
     world: World | None = None,
-    layout: AskedLayout = AskedLayout(),
+    layout: RequestedLayout = RequestedLayout(),
 ) -> TrainedModel:
     """Load the model of a run folder or of one of its checkpoint folders. Collective.
 
@@ -200,7 +165,7 @@ def load_run(
 
         # build this rank's stage and load its weights
         mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-        schedule = schedule_of("gpipe", cfg.parallel.pp, 1, None)
+        schedule = get_schedule("gpipe", cfg.parallel.pp, 1, None)
         stages, boxes = weights_of_rank(cfg, mesh, device, schedule.rank_of_stage)
         state.fill_boxes(index, state.stored_as(index, boxes, weights), everyone, cfg.checkpoint.timeout_s)
 
@@ -208,16 +173,16 @@ def load_run(
             mesh,
             schedule,
             stages=stages,
-            zero_schedulers={number: ZeroScheduler.without_buckets() for number in stages},
+            zero_hooks={number: ZeroHooks.without_buckets() for number in stages},
             weight_grad_stores={},
-            hidden_shape=hidden_shape_of(cfg, schedule.n_stages),
+            hidden_shape=get_hidden_shape(cfg, schedule.n_stages),
         )
         return TrainedModel(
-            cfg,
-            mesh,
+            cfg=cfg,
+            mesh=mesh,
+            device=device,
             stages=stages,
             pipeline=pipeline,
-            device=device,
             known_tokenizer=known_tokenizer,
             path=path,
             step=meta["step"],
@@ -231,7 +196,7 @@ def load_run(
 
 def config_to_compute(meta: Tree, dtype: str | None) -> Config:
     """Return the config of a checkpoint for inference. `dtype` defaults to that of the run."""
-    cfg = state.config_of(meta)
+    cfg = state.build_config(meta)
     if dtype is None:
         dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # fp8 runs store bf16 weights
     train = replace(cfg.train, dtype=dtype, fp8=None)

@@ -14,8 +14,8 @@ from config.terminal import ParagraphHelp
 REWORDED = (
     (r"argument (.+?): invalid int value: (.+)", r"\1: expected a whole number, got \2"),
     (r"argument (.+?): invalid float value: (.+)", r"\1: expected a number, got \2"),
-    (r"the following arguments are required: (.+)", r"\1: missing; {prog} --help has the options"),
-    (r"(unrecognized arguments: .+)", r"\1; {prog} --help has the options"),
+    (r"the following arguments are required: (.+)", r"\1: missing; see {prog} --help for the options"),
+    (r"(unrecognized arguments: .+)", r"\1; see {prog} --help for the options"),
     (r"argument (.+)", r"\1"),
 )
 
@@ -47,6 +47,6 @@ def needs_lab() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "lab":
             raise
-        line = "error: lab/: this command is in it, and this clone has none; git checkout -- lab"
+        line = "error: lab/: this command needs it, and this clone does not have it; git checkout -- lab"
         print(line, file=sys.stderr)
         sys.exit(2)

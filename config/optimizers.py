@@ -1,4 +1,4 @@
-"""What each optimizer reads, keeps and supports. Everything that depends on optim.name follows from this
+"""The keys, moments and features of each optimizer. Everything that depends on optim.name follows from this
 table.
 
 A new optimizer is three files: a class in optim/, a row here, and a test. The row determines the choices of
@@ -21,7 +21,7 @@ class OptimizerSpec:
         config/ must not import torch.
     keys: keys of optim.* that it reads and other optimizers may not (beta1, beta2, eps, momentum).
     moments: values kept per weight besides the master.
-    moments_of_hidden: the same for hidden matrices, or None if they are treated like other weights.
+    hidden_moments: the same for hidden matrices, or None if they are treated like other weights.
     needs_whole_matrices: hidden matrices get separate buckets and are updated as whole matrices.
     supports_offload: its state can live in host memory (parallel.offload).
     supports_bf16_states: it can round masters and moments to bf16 stochastically (optim.states).
@@ -33,7 +33,7 @@ class OptimizerSpec:
     implementation: str
     keys: tuple[str, ...]
     moments: int
-    moments_of_hidden: int | None = None
+    hidden_moments: int | None = None
     needs_whole_matrices: bool = False
     supports_offload: bool = False
     supports_bf16_states: bool = False
@@ -43,8 +43,8 @@ class OptimizerSpec:
 
     def moments_for(self, is_hidden: bool) -> int:
         """Return the number of values per weight, for hidden matrices if is_hidden."""
-        if is_hidden and self.moments_of_hidden is not None:
-            return self.moments_of_hidden
+        if is_hidden and self.hidden_moments is not None:
+            return self.hidden_moments
         return self.moments
 
 
@@ -62,7 +62,7 @@ OPTIMIZERS = {
         implementation="optim.muon:Muon",
         keys=("beta1", "beta2", "eps", "momentum"),
         moments=2,
-        moments_of_hidden=1,
+        hidden_moments=1,
         needs_whole_matrices=True,
         mup_power=0.5,  # see optim/muon.py
     ),
@@ -98,7 +98,7 @@ def optimizers_that(holds: Callable[[OptimizerSpec], object]) -> list[str]:
     return [name for name, spec in OPTIMIZERS.items() if holds(spec)]
 
 
-def in_words(names: Iterable[str], conjunction: str = "and") -> str:
+def to_text(names: Iterable[str], conjunction: str = "and") -> str:
     """Join names: "muon, lars and sgd"."""
     *first, last = names
     return f"{', '.join(first)} {conjunction} {last}" if first else last

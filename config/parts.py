@@ -15,7 +15,7 @@ def parse_part(part: str, most: int) -> tuple[int, int]:
     number, num_parts = map(int, found.groups()) if found else (0, 0)
     if not 1 <= number <= num_parts <= most:
         raise ConfigError(
-            f"--part: {part!r} must be K/M with 1 <= K <= M <= {most}, as 2/4: the second of four parts"
+            f"--part: {part!r} must be K/M with 1 <= K <= M <= {most}, such as 2/4: the second of four parts"
         )
     return number, num_parts
 

@@ -22,7 +22,7 @@ from config.strict import ConfigError
 PLAIN = "block"  # the kind without changes
 BLOCK_PARTS = ("mixer", "mlp", "norm")  # parts of model.* that a kind of block may change
 TOKEN = re.compile(r"\s*(?:(\d+)|(\.\.\.)|([A-Za-z][\w-]*)|([(),]))")
-MOST_LAYERS = 100_000  # in one pattern
+MAX_LAYERS = 100_000  # in one pattern
 EXAMPLE = "(5 local, block)... or 3 dense, block..."
 
 
@@ -80,12 +80,12 @@ def read_list(
         if tokens[:1] == ["..."]:
             tokens = tokens[1:]
             if tokens:
-                raise wrong(pattern, "... fills the layers that are left, so it ends the pattern")
+                raise wrong(pattern, "... fills the remaining layers, so it must end the pattern")
             missing = layers - len(kinds)
             unit = (unit * -(-max(missing, 0) // len(unit)))[:max(missing, 0)]
         kinds += unit
-        if len(kinds) > MOST_LAYERS:
-            raise wrong(pattern, f"more than {MOST_LAYERS:,} layers")
+        if len(kinds) > MAX_LAYERS:
+            raise wrong(pattern, f"more than {MAX_LAYERS:,} layers")
         if tokens[:1] != [","]:
             return kinds, tokens
         tokens = tokens[1:]
@@ -111,8 +111,8 @@ def read_item(
     if tokens[:1] == ["x"]:
         more, tokens = read_count(pattern, tokens[1:])
         count *= more
-    if count * len(unit) > MOST_LAYERS:
-        raise wrong(pattern, f"more than {MOST_LAYERS:,} layers")
+    if count * len(unit) > MAX_LAYERS:
+        raise wrong(pattern, f"more than {MAX_LAYERS:,} layers")
     return unit * count, tokens
 
 

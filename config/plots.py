@@ -1,4 +1,4 @@
-"""What all pictures share: their figure, their style, and how they are written.
+"""Shared by all pictures: figure, style and output.
 
 matplotlib is imported when a picture is drawn. pyplot is not: it has global state and looks for a display.
 """

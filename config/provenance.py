@@ -41,7 +41,7 @@ PACKAGES = ("torch", "triton", "numpy", "tokenizers", "sentencepiece", "safetens
 RECORDS_FILE = "provenance.jsonl"
 PATCHES = "patches"  # a folder next to it
 MAX_PATCH_BYTES = 1 << 20  # larger patches are not kept
-MOST_FILES = 300  # named in a record
+MAX_FILES = 300  # named in a record
 GIT_SECONDS = 10.0  # timeout of a git call at launch
 TREE_SECONDS = 300.0  # timeout for checking out a working tree
 GIT = (  # independent of the user's settings
@@ -95,7 +95,7 @@ class Code:
         found: Tree = {"hash": self.digest, "commit": self.commit}
         if self.commit is None:
             return {**found, "why": self.why, "files": self.files}
-        names = sorted(self.changed, key=lambda name: not is_of_core(name))[:MOST_FILES]
+        names = sorted(self.changed, key=lambda name: not is_of_core(name))[:MAX_FILES]
         found |= {"prefix": self.prefix, "changed": {name: list(self.changed[name]) for name in names}}
         if self.patch:
             is_kept = len(self.patch) <= MAX_PATCH_BYTES
@@ -164,13 +164,13 @@ def loaded_paths(root: Path) -> list[Path]:
     inside = f"{root}{os.sep}"
     environment = tuple(f"{place}{os.sep}" for place in (sys.prefix, sys.base_prefix))
     within = tuple(place for place in environment if place.startswith(inside))
-    found: list[Path] = []
+    results: list[Path] = []
     for module in list(sys.modules.values()):
         file = str(getattr(module, "__file__", None))
         # compare strings: with thousands of modules, paths are slow
         if file.startswith(inside) and file.endswith(".py") and not file.startswith(within):
-            found.append(Path(file))
-    return [path for path in found if "site-packages" not in path.parts]
+            results.append(Path(file))
+    return [path for path in results if "site-packages" not in path.parts]
 
 
 def read_code(root: Path | None = None) -> Code:
@@ -182,7 +182,7 @@ def read_code(root: Path | None = None) -> Code:
     names = sorted({str(path.relative_to(root)) for path in (*core, *recipes, *loaded_paths(root))})
     try:
         prefix, commit = git(root, "rev-parse", "--show-prefix", "HEAD").decode().split("\n")[:2]
-        tracked = set(git(root, "ls-files", "-z", "--", *tops_of(names)).decode().split("\0"))
+        tracked = set(git(root, "ls-files", "-z", "--", *top_level_paths(names)).decode().split("\0"))
         if "train.py" not in tracked:
             raise GitError(f"git: the repository around {root} does not have it")
         changed, patch = uncommitted(root, prefix, [name for name in names if name not in tracked])
@@ -192,7 +192,7 @@ def read_code(root: Path | None = None) -> Code:
     return Code(digest, commit, prefix=prefix, changed=changed, patch=patch)
 
 
-def tops_of(names: Iterable[str]) -> list[str]:
+def top_level_paths(names: Iterable[str]) -> list[str]:
     """Return the top-level files and folders that hold these paths."""
     return sorted({name.partition("/")[0] for name in names})
 
@@ -212,7 +212,7 @@ def uncommitted(root: Path, prefix: str, untracked: list[str]) -> tuple[dict[str
             continue
         added, removed, name = line.split("\t", 2)  # dashes for binary files
         if (added, removed) != ("0", "0"):
-            changed[name.removeprefix(prefix)] = (number_of(added), number_of(removed))
+            changed[name.removeprefix(prefix)] = (parse_count(added), parse_count(removed))
     for name in untracked:
         content = (root / name).read_bytes()
         lines = content.count(b"\n") + (not content.endswith(b"\n") and bool(content))
@@ -221,7 +221,7 @@ def uncommitted(root: Path, prefix: str, untracked: list[str]) -> tuple[dict[str
     return changed, patch
 
 
-def number_of(text: str) -> int:
+def parse_count(text: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
@@ -387,23 +387,23 @@ def read_patch(folder: Path, code: Tree) -> bytes:
     try:
         patch = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; it has what was not committed; restore it from a "
+        raise ConfigError(f"{path}: {error.strerror}; it holds the uncommitted changes; restore it from a "
                           "copy of the run") from None
     if sha256(patch) != code["patch"]:
-        raise ConfigError(f"{path}: is damaged (its sha256 is another); restore it from a copy of the run")
+        raise ConfigError(f"{path}: is damaged (its sha256 differs); restore it from a copy of the run")
     return patch
 
 
 def read_records(folder: Path) -> list[Tree]:
     """Return the records of a run, one per launch that trained, in order. Skips damaged lines."""
-    found: list[Tree] = []
+    results: list[Tree] = []
     with contextlib.suppress(OSError), open(folder / RECORDS_FILE, errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 record = json.loads(line)
                 if isinstance(record, dict) and is_code(record.get("code")):
-                    found.append(record)
-    return found
+                    results.append(record)
+    return results
 
 
 def is_code(tree: Any) -> bool:
@@ -470,13 +470,13 @@ def changed_files(old: Tree, new: Code, folder: Path, root: Path) -> dict[str, t
         except GitError as error:
             raise GitError(f"{label(old)} is not in this clone" if new.commit else str(error)) from None
         names |= set(text.decode().split("\0"))
-    found: dict[str, tuple[int, int] | None] = {}
+    result: dict[str, tuple[int, int] | None] = {}
     for name, then in contents_at(old, sorted(filter(is_of_core, names)), folder, root).items():
         path = root / name
         lines = count_changes(then, path.read_bytes() if path.exists() else b"")
         if lines != (0, 0):
-            found[name] = lines
-    return found
+            result[name] = lines
+    return result
 
 
 def contents_at(code: Tree, names: list[str], folder: Path, root: Path) -> dict[str, bytes]:
@@ -505,16 +505,16 @@ def blobs(root: Path, commit: str, names: list[str]) -> list[bytes | None]:
     """Return the content of each path in a commit, or None if missing. Raises GitError."""
     asked = "".join(f"{commit}:{name}\n" for name in names)
     answer = git(root, "cat-file", "--batch", content=asked.encode())
-    found: list[bytes | None] = []
+    results: list[bytes | None] = []
     for _ in names:
         head, _, answer = answer.partition(b"\n")
         if head.endswith(b" missing"):
-            found.append(None)
+            results.append(None)
             continue
         size = int(head.split()[-1])
-        found.append(answer[:size])
+        results.append(answer[:size])
         answer = answer[size + 1:]
-    return found
+    return results
 
 
 def count_changes(old: bytes, new: bytes) -> tuple[int, int]:

@@ -92,7 +92,7 @@ class NormConfig:
     """A norm around the mixer and the MLP of every block, and after the last block."""
     eps: float  # added to the mean square, or to the variance
     place: NormPlace
-    weight: bool  # false: it scales no channel
+    weight: bool  # false: no learned scale
 
 
 # ---- around the blocks -------------------------------------------------------------------------------------
@@ -121,12 +121,12 @@ class ModelConfig:
 
     # ---- sizes
     preset: str | None = "llama-mini"  # entry of configs/models.yaml; gives every model key that is not set;
-    #   none: a model of no entry, as an imported one may be
+    #   none: no preset, as for some imported models
     layers: Count = 4  # number of transformer blocks
     hidden: Count = 128  # width of the residual stream
     vocab: Count | None = None  # number of token ids; none: that of the tokenizer
-    vocab_multiple: Count = 128  # the rows of the embedding are padded to a multiple of this, at any layout
-    context: Count = 2048  # length of the longest sequence that the positions are made for
+    vocab_multiple: Count = 128  # pad the rows of the embedding to a multiple of this, in every layout
+    context: Count = 2048  # longest sequence that the positions are made for
 
     # ---- parts of a block
     mixer: TokenMixer  # what mixes the tokens of a sequence
@@ -136,14 +136,14 @@ class ModelConfig:
     #   residual stream before the MLP reads it; parallel: both read the same norm, and are added together
     #   (PaLM, arXiv 2204.02311)
     residual_scale: Positive = 1.0  # factor of what mixer and MLP add to the residual stream (Granite)
-    blocks: tuple[BlockVariant, ...] = ()  # kinds of blocks: blocks.NAME.mixer.KEY VALUE, what each has
-    #   otherwise than the mixer, mlp and norm above
+    blocks: tuple[BlockVariant, ...] = ()  # kinds of blocks: blocks.NAME.mixer.KEY VALUE, where each
+    #   differs from the mixer, mlp and norm above
     pattern: str | None = None  # the kind of each layer, e.g. (5 local, full) x 3, local; `block` is one
-    #   without changes, and ... at the end fills the layers that are left; none: all layers are alike
+    #   without changes, and ... at the end fills the remaining layers; none: all layers are alike
 
     # ---- around the blocks
     positions: Literal["learned"] | None = None  # learned absolute positions, added to the embedding (GPT-2);
-    #   none: positions are the mixer's matter
+    #   none: positions are left to the mixer
     embed_scale: Positive = 1.0  # factor of the embedding (Gemma: sqrt(hidden))
     embed_norm: bool = False  # a norm of the embedding, before the first block (nanochat)
     logit_scale: Positive = 1.0  # factor of the logits (Granite, Cohere)
@@ -169,9 +169,9 @@ class TrainConfig:
     ramp: str | None = None  # START,INCREMENT,SAMPLES: the first steps take START sequences, and the number
     #   grows by INCREMENT until it is global_batch, evenly over the first SAMPLES sequences (Megatron-LM's
     #   --rampup-batch-size); none: every step takes global_batch sequences. A fourth number: sequences of the
-    #   ramp that were read before, where a branch goes on with it
-    phases: str | None = None  # YAML file (or the list itself): from which step or token on which keys have
-    #   other values (docs/phases.md); none: the same values from the first step to the last
+    #   ramp already read, in a branch that continues it
+    phases: str | None = None  # YAML file (or the list itself): the step or token from which keys change
+    #   (docs/phases.md); none: the same values throughout the run
     seed: CountOrZero = 1234  # of weights, sample order and dropout
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"  # compute dtype; all below fp32 keep fp32
     #   master weights and gradients; fp16 scales the loss; fp8 is bf16 with most linear layers in fp8
@@ -190,44 +190,46 @@ class TrainConfig:
     deterministic: bool | None = None  # deterministic kernels only, so that a run repeats bit for bit;
     #   none: on a CPU, where they cost nothing, and with rerun_every or rerun_suspects; else not on a GPU,
     #   where attention's backward is slower
-    rerun_every: Count | None = None  # every so many steps forward and backward are computed twice and
-    #   compared bit by bit on each rank; other bits end the run (80), and the rank that computed wrongly is
-    #   named; none: never
-    rerun_suspects: bool = False  # a step that would be skipped (not finite, or a spike) is computed twice:
-    #   the same bits are due to the data or the code, others to a device (80). Each step is recorded for it,
-    #   and the host waits for each
+    rerun_every: Count | None = None  # steps between those whose forward and backward are computed twice
+    #   and compared bit by bit on each rank; a difference ends the run (80) and names the rank that computed
+    #   wrongly; none: never
+    rerun_suspects: bool = False  # compute a step that would be skipped (not finite, or a spike) twice: the
+    #   same bits blame the data or the code, different bits a device (80). Every step is recorded for this,
+    #   and the host waits for it
     compile: bool = False  # torch.compile the elementwise kernels (on a CPU: needs a C++ compiler)
+    unproven: bool = False  # on a GPU: run the kernels of kernels/unproven/ where they apply. A model says
+    #   that they gain, and no GPU has confirmed it; without the key they are not even imported
     cuda_graphs: bool = False  # record forward and backward once and replay them; helps steps in which the
     #   host is busier than the GPU. With experts: in bf16 or fp16, from Hopper on, where none drops tokens
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if the machine has it, else cpu; mps:
     #   the GPU of a Mac, in one process
-    threads: Count | None = None  # CPU threads; none: at most 4, and of more than 2 cores one stays free
+    threads: Count | None = None  # CPU threads; none: at most 4, and one core of more than 2 stays free
 
 
 @dataclass(frozen=True)
 class OptimConfig:
     """The optimizer and its learning rate."""
-    name: OptimizerName = "adamw"  # AdamW (arXiv 1711.05101), or another one that optim/ describes
+    name: OptimizerName = "adamw"  # AdamW (arXiv 1711.05101), or another one in optim/
     lr: Positive = 1e-3  # peak learning rate
     min_lr: NotNegative | None = None  # learning rate at the end of the decay; none: lr / 10
     warmup: CountOrZero = 100  # steps of linear warmup, at most a tenth of the run
     decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # shape of the decay after the warmup
     decay_fraction: float = 0.2  # wsd: the last fraction of the run, in which the rate falls linearly
-    decay_steps: Count | None = None  # the step of the run at which the schedule ends; later ones have its
-    #   last rate; none: where the next schedule begins (train.phases), or with the run
+    decay_steps: Count | None = None  # the step at which the schedule ends; later steps keep its last
+    #   rate; none: where the next schedule begins (train.phases), or the end of the run
     beta1: BelowOne = 0.9  # decay of the first moment
     beta2: BelowOne = 0.95  # decay of the second moment
-    momentum: BelowOne = 0.95  # decay of the momentum, of optimizers that have one in the place of beta1
+    momentum: BelowOne = 0.95  # decay of the momentum, for optimizers that have one instead of beta1
     eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled weight decay of matrices; norms and biases have none
     clip: Positive | None = 1.0  # largest global gradient norm; none: gradients are not clipped
     spike_sigma: Positive | None = None  # a step whose loss or gradient norm is more than this many standard
     #   deviations above the mean of the last spike_window applied steps is not applied (OLMo: 6); none: each
     #   finite step is applied
-    spike_window: Count = 128  # applied steps that say what is usual; from half of them on, steps are judged
-    spike_rewind: Count | None = None  # after this many such steps in a row, go back to the last checkpoint
-    #   before them and leave their data out (PaLM, arXiv 2204.02311); none: never
-    spike_rewinds: Count = 3  # times that the run may go back before the same steps; one more ends it (77)
+    spike_window: Count = 128  # applied steps in the statistics of spike_sigma; at least half are needed
+    spike_rewind: Count | None = None  # after this many such steps in a row, rewind to the last checkpoint
+    #   before them and skip their data (PaLM, arXiv 2204.02311); none: never
+    spike_rewinds: Count = 3  # times that the run may rewind before the same steps; one more ends it (77)
     states: Literal["fp32", "bf16"] = "fp32"  # dtype of master weights and moments; bf16 (of adamw) is
     #   rounded stochastically (arXiv 2010.06192) and takes half the bytes
 
@@ -252,8 +254,8 @@ class ParallelConfig:
     ep: Count = 1  # expert-parallel degree: number of ranks that share the experts (arXiv 2006.16668); ep x
     #   etp divides dp x cp x tp, whose ranks it uses
     etp: Count = 1  # expert-tensor-parallel degree: number of ranks that share the inner width of each expert
-    ep_chunks: Count = 1  # chunks in which rows travel to the experts and back, beside the products of other
-    #   chunks (arXiv 2206.03382); each has a share of the experts of every rank
+    ep_chunks: Count = 1  # chunks in which rows are sent to the experts and back, overlapped with the
+    #   products of other chunks (arXiv 2206.03382); each has a share of the experts of every rank
     dp_rep: Count = 1  # number of replicas of the ZeRO shard group (HSDP)
     zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard (arXiv 1910.02054): 1 optimizer state, 2
     #   also gradients, 3 also weights
@@ -270,15 +272,15 @@ class ParallelConfig:
     #   side of the matrix loses nothing
     timeout_s: Positive = 300.0  # seconds that a rank waits for another rank, or for its data, before it
     #   stops
-    elastic: bool = False  # the layout follows the number of ranks that a start has: dp, then dp_rep and
+    elastic: bool = False  # the layout adapts to the number of ranks at each start: dp, then dp_rep and
     #   train.micro_batch are lowered, then the planner's layout; the global batch and the samples stay
-    auto: str | None = None  # a cluster of configs/clusters.yaml: what is not stated of the layout, and
-    #   train.micro_batch, are those of the planner's best one for this number of ranks of it
-    recompute: Literal["none", "selective", "full"] = "none"  # activations that the backward computes again:
+    auto: str | None = None  # a cluster of configs/clusters.yaml: keys of the layout that are not set, and
+    #   train.micro_batch, come from the planner's best layout for this number of its ranks
+    recompute: Literal["none", "selective", "full"] = "none"  # activations that the backward recomputes:
     #   parts of a block, or whole blocks
     offload: Literal["none", "optimizer", "activations", "both"] = "none"  # what is kept in host memory:
     #   master weights and moments; activations that the backward needs
-    recompute_parts: str = "core"  # what selective computes again, any of core,norm,act: core attention, the
+    recompute_parts: str = "core"  # what selective recomputes, any of core,norm,act: core attention, the
     #   norms, the activation of the MLP
     recompute_stages: str | None = None  # a mode for each stage, e.g. full,selective,none,none; none:
     #   recompute applies to every stage
@@ -293,26 +295,26 @@ class DataConfig:
     tokenizer: str | None = None  # bytes | bpe-N (trained when the run starts) | x.model | tokenizer.json;
     #   none: that of the data
     eod: str | None = None  # text or id of the token that ends documents, for a data.tokenizer whose files
-    #   name different ones, or another than the ids of a file without an index have; none: what they name
-    bos: bool | None = None  # put the tokenizer's start token (BOS) before each document and prompt; none: as
-    #   the tokenizer's files say
+    #   disagree, or differ from the ids of a file without an index; none: the one that they name
+    bos: bool | None = None  # put the tokenizer's start token (BOS) before each document and prompt; none:
+    #   follow the tokenizer's files
     dtype: Literal["uint16", "uint32", "int32", "uint64", "int64"] | None = None  # of the ids in a file that
     #   has neither an index nor a header; none: uint16, where the vocabulary and the file allow no other
     split: str = "95,5"  # train,valid[,test]: shares of the documents
-    valid: str | None = None  # validation data of its own, named as in path; of a blend, each source is
-    #   validated apart. What split leaves to valid is then trained on; none: that share of path
+    valid: str | None = None  # separate validation data, named as in path; each source of a blend is
+    #   validated separately. The share of split for valid is then trained on; none: that share of path
     doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention
     #   within documents, with the document lengths of the first million tokens of the run
     span: Count | None = None  # consecutive tokens that stay together when samples are shuffled, so that a
     #   later phase can read longer sequences of what is unread; none: the longest train.seq_len of all phases
     pack: Literal["stream", "best_fit"] = "stream"  # how documents fill sequences: one after the other, or
     #   placed whole, and cut only where they are longer than a sequence (arXiv 2404.10830), with padding
-    fim_rate: Share = 0.0  # share of the documents in a sequence whose middle is moved to the end
+    fim_rate: Share = 0.0  # share of the documents in a sequence whose middle moves to the end
     #   (fill-in-the-middle, arXiv 2207.14255); conversations stay as they are
     fim_spm_rate: Share = 0.5  # of these, the share in the order suffix, prefix, middle (SPM); the others are
     #   in the order prefix, suffix, middle (PSM)
-    fim_split: Literal["character", "token"] = "character"  # between what a document is cut; cut between
-    #   characters, its parts are tokenized anew
+    fim_split: Literal["character", "token"] = "character"  # where a document may be cut; parts cut
+    #   between characters are tokenized again
     fim_tokens: str | None = None  # names of the tokenizer's sentinels: PREFIX,MIDDLE,SUFFIX; none: those of
     #   StarCoder, Qwen, SantaCoder, DeepSeek or Code Llama, whichever it has
     fim_valid: bool = False  # cut the documents of the valid split, too
@@ -326,12 +328,12 @@ class EvalConfig:
     """Validation during training."""
     every: Count | None = 100  # steps between validations; none: only at the end
     batches: Count = 8  # number of global batches of a validation, the same ones every time
-    source_batches: CountOrZero | None = None  # of a blend: number of global batches with which each source
-    #   is validated apart; none: as many as eval.batches; 0: no source is
+    source_batches: CountOrZero | None = None  # of a blend: number of global batches to validate each source
+    #   separately; none: as many as eval.batches; 0: sources are not validated separately
     sample: CountOrZero = 48  # number of tokens of text that each validation samples; 0: no text
     prompt: str | None = None  # start of the sampled text; none: the first words of the validation data
     temperature: NotNegative = 0.8  # sampling temperature
-    special: bool = False  # control tokens that eval.prompt and eval.tasks spell are such, and not text
+    special: bool = False  # parse control tokens spelled in eval.prompt and eval.tasks
     tasks: str | None = None  # PATH[,PATH...]: files and folders of tasks with known answers, in the form of
     #   CORE (arXiv 2406.11794) or in JSONL (docs/training.md); none: no tasks
     tasks_every: Count | None = None  # steps between scores of the tasks, a multiple of every; none: with
@@ -345,10 +347,10 @@ class CheckpointConfig:
     every: Count | None = 100  # steps between saves; none: only at the end
     keep: Count = 2  # number of newest checkpoints that are kept; beside them, permanent ones are never
     #   removed
-    keep_every: Count | None = None  # save a permanent checkpoint after every so many steps
+    keep_every: Count | None = None  # steps between permanent checkpoints
     keep_at: str | None = None  # save permanent checkpoints after these steps: a list, e.g. 100,200,1000, or
     #   log2: 1, 2, 4, 8, ...
-    keep_minutes: Positive | None = None  # of the checkpoints that are saved, one in so many minutes is made
+    keep_minutes: Positive | None = None  # minutes after which the next checkpoint that is saved becomes
     #   permanent
     resume: str = "auto"  # auto: the newest good checkpoint of this run | none | a checkpoint or run folder
     init_from: str | None = None  # checkpoint, run, Hugging Face folder or checkpoint of another system
@@ -357,26 +359,26 @@ class CheckpointConfig:
     init_changes: str | None = None  # KEY[,KEY...]: what may differ from the model of init_from, e.g.
     #   model.layers,model.mixer.window: keys of model.*, data.bos, data.tokenizer (or data.tokenizer=text:
     #   rows go to the tokens of the same text), and weights by name (head.weight, layers.*.attn.q.weight)
-    #   that are not taken; none: nothing (docs/checkpoints.md)
+    #   that are skipped; none: nothing (docs/checkpoints.md)
     branch: str | None = None  # RUN or RUN@STEP: begin at that checkpoint of another run, with its weights,
     #   optimizer state, step, settings and position in the data; what else is set begins there
-    failed_saves: CountOrZero = 2  # saves in a row that may fail for their storage, such as a full disk: the
-    #   run goes on, and saves again when the next save is due; one more ends it. The last save of a run may
-    #   not fail
+    failed_saves: CountOrZero = 2  # consecutive saves that may fail because of the storage, such as a full
+    #   disk: the run continues, and saves again when the next save is due; one more ends it. The last save
+    #   of a run may not fail
     check_replicas: Count | None = 100  # steps between two comparisons, bit by bit, of weights and moments
     #   that several ranks hold; none: only before each save
     mirror: str | None = None  # URL of a folder in an object store, such as s3://bucket/runs: checkpoints are
-    #   also sent to URL/log.name, behind training, and a run whose folder has none, or an older one, goes on
-    #   from there (docs/checkpoints.md); none: they are in the run folder alone
-    mirror_failures: Count | None = 5  # uploads in a row that may fail before the run ends, with exit code
-    #   82; none: any number
-    memory_every: Count | None = None  # steps between saves into the memory of each node, from where a rank
-    #   that is started again resumes without the disk (docs/checkpoints.md); none: never
-    replicas: CountOrZero = 0  # copies of each node's part, in the memory of so many other nodes: a node that
-    #   takes the place of a lost one is sent them
+    #   also uploaded to URL/log.name in the background, and a run whose folder has none, or an older one,
+    #   resumes from there (docs/checkpoints.md); none: they are only in the run folder
+    mirror_failures: Count | None = 5  # consecutive uploads that may fail before the run ends with exit
+    #   code 82; none: any number
+    memory_every: Count | None = None  # steps between saves to the memory of each node, from which a
+    #   restarted rank resumes without the disk (docs/checkpoints.md); none: never
+    replicas: CountOrZero = 0  # copies of each node's part, each in the memory of another node: a node that
+    #   replaces a lost one receives them
     memory_dir: str = "/dev/shm"  # folder in memory, on each node, for checkpoint.memory_every
     async_save: bool = False  # write checkpoints in a background thread while training continues
-    timeout_s: Positive = 3600.0  # seconds that a rank may take for its part of a save or a resume
+    timeout_s: Positive = 3600.0  # time limit of a rank for its part of a save or a resume
 
 
 @dataclass(frozen=True)
@@ -385,8 +387,8 @@ class LogConfig:
     dir: str = "runs"  # parent of the run folder
     name: str | None = None  # name of the run folder; none: that of the recipe
     every: Count = 10  # steps between lines on the console
-    slow_window: Count | None = 10  # steps over which the times of ranks are compared, at least, to name a
-    #   rank or a link that is slow (docs/training.md); none: they are not
+    slow_window: Count | None = 10  # minimum number of steps over which the times of ranks are compared to
+    #   find a slow rank or link (docs/training.md); none: they are not compared
     noise_scale: bool = False  # measure the gradient noise scale (arXiv 1812.06162); reads the gradients of
     #   matrices two more times in each step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases

@@ -58,7 +58,7 @@ class StrictYamlLoader(yaml.SafeLoader):
                 raise ConfigError(f"{self.name}:{line}: a key must be one word, not a list or a mapping")
             if key.value in seen:
                 line = key.start_mark.line + 1
-                raise ConfigError(f"{self.name}:{line}: {key.value} stands twice; keep one")
+                raise ConfigError(f"{self.name}:{line}: {key.value} is given twice; keep one")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -72,7 +72,7 @@ class StrictYamlLoader(yaml.SafeLoader):
         except (ValueError, TypeError, LookupError, AttributeError):
             line = node.start_mark.line + 1
             what = node.tag.rsplit(":")[-1]
-            raise ConfigError(f"{self.name}:{line}: this value does not read as {what}; correct it") from None
+            raise ConfigError(f"{self.name}:{line}: this value is not a valid {what}; correct it") from None
 
 
 INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")

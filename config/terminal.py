@@ -24,7 +24,7 @@ def output_width() -> int | None:
     return shutil.get_terminal_size((0, 0)).columns or None
 
 
-def columns_of(text: str) -> int:
+def display_width(text: str) -> int:
     """Return the number of terminal columns of a text: East Asian letters take two, combining marks and
     colours none."""
     text = COLOR.sub("", text)
@@ -97,7 +97,7 @@ def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:
     lines = [parts[0]]
     for separator, part in zip(parts[1::2], parts[2::2]):
         longer = lines[-1] + separator + part
-        if columns_of(longer) <= room:
+        if display_width(longer) <= room:
             lines[-1] = longer
         else:
             lines.append(part)
@@ -111,7 +111,7 @@ def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:
 
 def hanging_lines(start: str, text: str, width: int | None) -> list[str]:
     """Return `start` followed by the text, wrapped to `width` with a hanging indent."""
-    indent = columns_of(start)
+    indent = display_width(start)
     first, *others = wrapped(text, width, indent)
     return [start + first, *(" " * indent + line for line in others)]
 
@@ -146,14 +146,14 @@ def filled(lines: Sequence[str], width: int) -> list[str]:
     """Wrap paragraphs and items without blank lines between them to `width` columns."""
     blocks: list[list[str]] = []
     for line in lines:
-        goes_on = bool(blocks) and line.startswith(" ") == blocks[-1][0].startswith(ITEM)
-        if goes_on and not line.startswith(ITEM):
+        is_continuation = bool(blocks) and line.startswith(" ") == blocks[-1][0].startswith(ITEM)
+        if is_continuation and not line.startswith(ITEM):
             blocks[-1].append(line.strip())
         else:
             blocks.append([line])
-    found: list[str] = []
+    results: list[str] = []
     for block in blocks:
         hanging = " " * len(ITEM) if block[0].startswith(ITEM) else ""
         text = " ".join(block)
-        found += textwrap.wrap(text, width, subsequent_indent=hanging, break_on_hyphens=False)
-    return found
+        results += textwrap.wrap(text, width, subsequent_indent=hanging, break_on_hyphens=False)
+    return results

@@ -20,8 +20,8 @@ Node = TypeVar("Node")  # a dataclass of the tree
 
 @dataclass(frozen=True)
 class Range:
-    """An interval for a value. `must` ends the message that begins with "KEY: VALUE"."""
-    must: str
+    """An interval for a value. `message` ends the message that begins with "KEY: VALUE"."""
+    message: str
     holds: Callable[[Any], bool]
 
 
@@ -45,26 +45,26 @@ Positives = Annotated[tuple[float, ...], EACH_ABOVE_ZERO]
 # ---- types -------------------------------------------------------------------------------------------------
 
 @functools.cache
-def hints_of(cls: type) -> dict[str, Any]:
+def field_types(cls: type) -> dict[str, Any]:
     """Return {field: type} of a dataclass, without ranges."""
     return typing.get_type_hints(cls)
 
 
 @functools.cache
-def ranges_of(cls: type) -> dict[str, Range]:
+def get_ranges(cls: type) -> dict[str, Range]:
     """Return {field: range} of the fields that have one."""
-    found: dict[str, Range] = {}
+    result: dict[str, Range] = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         for member in (hint, *typing.get_args(hint)):
             if typing.get_origin(member) is Annotated:
-                found[name] = member.__metadata__[0]
-    return found
+                result[name] = member.__metadata__[0]
+    return result
 
 
 @functools.cache
-def kind_of(part: type) -> str | None:
+def get_kind(part: type) -> str | None:
     """Return the name of a kind of part, or None if the part has only one kind."""
-    names = typing.get_args(hints_of(part).get("kind"))
+    names = typing.get_args(field_types(part).get("kind"))
     return names[0] if len(names) == 1 else None
 
 
@@ -86,7 +86,7 @@ def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def ranged_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Range]]:
     """Yield (path, value, range) of every key in this tree whose type has a range."""
-    ranges = ranges_of(type(node))
+    ranges = get_ranges(type(node))
     for name in field_names(type(node)):
         value = getattr(node, name)
         if dataclasses.is_dataclass(value):
@@ -162,7 +162,7 @@ def with_values(node: Node, values: Mapping[str, Any]) -> Node:
         if not dataclasses.is_dataclass(part):
             raise TypeError(f"{name} is {part}, and has no {', '.join(inner)}")
         changed[name] = with_values(part, inner)
-    kind = kind_of(type(node))
+    kind = get_kind(type(node))
     if kind is not None and changed.get("kind", kind) != kind:
         raise TypeError(f"kind: {kind} does not become {changed['kind']} key by key")
     return dataclasses.replace(node, **changed)
@@ -174,7 +174,7 @@ def differing_leaves(left: Any, right: Any, prefix: str = "") -> dict[str, tuple
     For parts of different kinds, returns the key `kind`; for a part that only one tree has, its path and the
     part.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    result: dict[str, tuple[Any, Any]] = {}
     for name in field_names(type(left)):
         values = getattr(left, name), getattr(right, name)
         if values[0] == values[1]:
@@ -182,9 +182,9 @@ def differing_leaves(left: Any, right: Any, prefix: str = "") -> dict[str, tuple
         path = prefix + name
         types_ = [type(value) if dataclasses.is_dataclass(value) else None for value in values]
         if types_[0] is None or types_[1] is None:
-            found[path] = values
+            result[path] = values
         elif types_[0] is not types_[1]:
-            found[f"{path}.kind"] = kind_of(types_[0]), kind_of(types_[1])
+            result[f"{path}.kind"] = get_kind(types_[0]), get_kind(types_[1])
         else:
-            found |= differing_leaves(*values, f"{path}.")
-    return found
+            result |= differing_leaves(*values, f"{path}.")
+    return result

@@ -55,7 +55,7 @@ class Packing:
         which = slice(int(self.bounds[sequence]), int(self.bounds[sequence + 1]))
         return list(zip(self.firsts[which].tolist(), self.stops[which].tolist()))
 
-    def ranges_of(self, sequences: np.ndarray) -> np.ndarray:  # int64 [n] -> int64 [ranges, 2]
+    def get_ranges(self, sequences: np.ndarray) -> np.ndarray:  # int64 [n] -> int64 [ranges, 2]
         """Return the tokens of these sequences as ascending ranges [first, stop), adjacent pieces merged."""
         is_chosen = np.zeros(self.count, bool)
         is_chosen[sequences] = True
@@ -63,8 +63,9 @@ class Packing:
         firsts, stops = self.firsts[is_chosen], self.stops[is_chosen]
         order = np.argsort(firsts)
         firsts, stops = firsts[order], stops[order]
-        goes_on = firsts[1:] < stops[:-1]  # pieces of one document share a token, pieces of two do not
-        return np.stack([firsts[np.r_[True, ~goes_on]], stops[np.r_[~goes_on, True]]], 1)
+        # pieces of one document share a token, pieces of two do not
+        is_continuation = firsts[1:] < stops[:-1]
+        return np.stack([firsts[np.r_[True, ~is_continuation]], stops[np.r_[~is_continuation, True]]], 1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class PackedSampler:
         if later and samples == before:
             return self.epoch + later, None
         sequences = self._order(later, np.arange(samples - before, packing.count))
-        return self.epoch + later, packing.ranges_of(sequences)
+        return self.epoch + later, packing.get_ranges(sequences)
 
     def _epoch(self, later: int) -> tuple[Packing, int]:
         """Return the packing that is `later` epochs after `rest`, and how many samples precede it."""

@@ -64,7 +64,7 @@ class ChatText(NamedTuple):
     notes: tuple[str, ...] = ()  # for the report
 
 
-class LeftOut(BadConversation):
+class MissingContent(BadConversation):
     """The template drops some strings of the conversation; `strings` says how many."""
 
     def __init__(self, message: str, strings: int) -> None:
@@ -74,7 +74,7 @@ class LeftOut(BadConversation):
 
 def missing_strings(error: BadConversation) -> float:
     """Return how many strings a template drops, or infinity if it refuses the conversation."""
-    return error.strings if isinstance(error, LeftOut) else float("inf")
+    return error.strings if isinstance(error, MissingContent) else float("inf")
 
 
 class EncodedChat(NamedTuple):
@@ -105,7 +105,7 @@ class PlainChat:
     def write(self, conversation: Conversation) -> ChatText:
         """Render a conversation. Raises BadConversation for tools, reasoning and settings."""
         if conversation.tools:
-            raise BadConversation("the plain format cannot write its tools; take a tokenizer with a template")
+            raise BadConversation("the plain format cannot write its tools; use a tokenizer with a template")
         text = ""
         spans: list[Span] = []
         turns: list[int] = []
@@ -118,7 +118,7 @@ class PlainChat:
             for key in ("tool_calls", *REASONING):
                 if message.get(key):
                     place = f"message {number + 1} ({message['role']})"
-                    raise BadConversation(f"{place}: the plain format cannot write its {key}; take a "
+                    raise BadConversation(f"{place}: the plain format cannot write its {key}; use a "
                                           "tokenizer with a template")
             if number in asks and spans and spans[-1][1] == len(text):
                 turns.append(len(text))
@@ -135,7 +135,7 @@ class PlainChat:
         is_counted: list[bool] = []
         part_counts: list[int] = []
         for chat in chats:
-            found = list(parts_of(chat))
+            found = list(get_parts(chat))
             parts += [chat.text[start:stop] for start, stop, _ in found]
             is_counted += [counted for _, _, counted in found]
             part_counts.append(len(found))
@@ -149,7 +149,7 @@ class PlainChat:
             counted = [*is_counted[begin:begin + count], ends_with_answer]
             masks = [np.full(len(part), value) for part, value in zip(ids, counted)]
             places = np.cumsum([0, *map(len, ids)]).tolist()
-            turns = [place for place, (start, _, _) in zip(places, parts_of(chat)) if start in chat.turns]
+            turns = [place for place, (start, _, _) in zip(places, get_parts(chat)) if start in chat.turns]
             result.append(EncodedChat(
                 np.concatenate(ids, dtype=np.int32, casting="unsafe"),
                 np.concatenate(masks),
@@ -161,7 +161,7 @@ class PlainChat:
         return result
 
 
-def parts_of(chat: ChatText) -> Iterator[tuple[int, int, bool]]:
+def get_parts(chat: ChatText) -> Iterator[tuple[int, int, bool]]:
     """Yield (start, stop, counts) for the nonempty parts of a text, in order."""
     end = 0
     for start, stop in chat.spans:
@@ -209,7 +209,7 @@ class TemplateChat:
     def places(self) -> str:
         """The files of its templates, and those that it ignores."""
         tools = f"; {self.with_tools.place} with tools" if self.with_tools else ""
-        others = f"; transformers passes over {' and '.join(self.passed_over)}" if self.passed_over else ""
+        others = f"; transformers ignores {' and '.join(self.passed_over)}" if self.passed_over else ""
         return f"{self.place}{tools}{others}"
 
     def write(self, conversation: Conversation) -> ChatText:
@@ -220,7 +220,7 @@ class TemplateChat:
         self._check_default(conversation.tools)
         unread = unread_settings(conversation.settings, self.reads, "the chat template")
         reason: BadConversation | None = None
-        for form in forms_of(conversation):
+        for form in candidate_forms(conversation):
             try:
                 written = self._write(conversation, form)
                 return written._replace(notes=(*unread, *written.notes))
@@ -246,7 +246,7 @@ class TemplateChat:
                   for index, leaf in enumerate(leaves) if is_answer(conversation, leaf)}
         cuts = self._cuts(made, spoken)
         if cuts:
-            notes.append("control tokens that messages spell are encoded as plain text")
+            notes.append("control tokens spelled in messages are encoded as plain text")
 
         if not (self.ends_turns or made.has_marks):
             notes.append("a turn ends with the token that begins the next one: the last has no end")
@@ -264,7 +264,7 @@ class TemplateChat:
         turns = sorted(begins[number] for number in asks if number in begins)
         return ChatText(made.text, tuple(spans), cuts, tuple(turns), tuple(notes))
 
-    def invite(self, messages: list[Message]) -> str:
+    def render_turn_start(self, messages: list[Message]) -> str:
         """Render text messages up to the point where the assistant speaks. Raises BadConversation."""
         self._check_default(None)
         reason: BadConversation | None = None
@@ -471,7 +471,7 @@ def marked_spans(made: TracedRender, number: int) -> list[Span]:
 
 # ---- the strings of a conversation -------------------------------------------------------------------------
 
-def forms_of(conversation: Conversation) -> Iterator[Form]:
+def candidate_forms(conversation: Conversation) -> Iterator[Form]:
     """Yield the forms to try, the most common first."""
     messages = conversation.messages
     has_calls = any(message.get("tool_calls") for message in messages)
@@ -539,18 +539,19 @@ def traced_tools(tools: list[Tree] | None, leaves: list[Leaf]) -> list[Any] | No
     if tools is None:
         return None
 
-    def value_of(value: Any, key: str, parent: str) -> Any:
+    def convert_value(value: Any, key: str, parent: str) -> Any:
         if isinstance(value, str):
             is_required = key in ("name", "description", "enum") or parent == "properties" and key == ""
             leaves.append(Leaf(value, None, f"tools: {key or 'parameter'}", is_required))
             return TracedText(value, traced.source_mark(len(leaves) - 1) * len(value))
         if isinstance(value, dict):
-            return {value_of(name, "", key): value_of(item, name, key) for name, item in value.items()}
+            return {convert_value(name, "", key): convert_value(item, name, key)
+                    for name, item in value.items()}
         if isinstance(value, list):
-            return [value_of(item, key, parent) for item in value]
+            return [convert_value(item, key, parent) for item in value]
         return value
 
-    return [value_of(tool, "tools", "") for tool in tools]
+    return [convert_value(tool, "tools", "") for tool in tools]
 
 
 def traced_settings(settings: Tree | None, leaves: list[Leaf]) -> Tree | None:
@@ -559,17 +560,17 @@ def traced_settings(settings: Tree | None, leaves: list[Leaf]) -> Tree | None:
     if not settings:
         return settings
 
-    def value_of(value: Any, name: str) -> Any:
+    def convert_value(value: Any, name: str) -> Any:
         if isinstance(value, str):
             leaves.append(Leaf(value, None, f"chat_template_kwargs: {name}", False))
             return TracedText(value, traced.source_mark(len(leaves) - 1) * len(value))
         if isinstance(value, dict):
-            return {value_of(key, name): value_of(item, name) for key, item in value.items()}
+            return {convert_value(key, name): convert_value(item, name) for key, item in value.items()}
         if isinstance(value, list):
-            return [value_of(item, name) for item in value]
+            return [convert_value(item, name) for item in value]
         return value
 
-    return {name: value_of(value, name) for name, value in settings.items()}
+    return {name: convert_value(value, name) for name, value in settings.items()}
 
 
 def unread_settings(settings: Tree | None, reads: Collection[str], reader: str) -> list[str]:
@@ -586,7 +587,7 @@ def unread_settings(settings: Tree | None, reads: Collection[str], reader: str) 
 
 
 def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = False) -> list[str]:
-    """Raise LeftOut if the text lacks a required string. Return notes on everything else it lacks."""
+    """Raise MissingContent if the text lacks a required string. Return notes on everything else it lacks."""
     notes: list[str] = []
     reasons: list[str] = []
     thoughts: list[str] = []  # dropped reasoning
@@ -600,14 +601,14 @@ def check_whole(made: TracedRender, leaves: list[Leaf], drops_reasoning: bool = 
             elif is_thought:
                 what = "" if key in REASONING else "reasoning "
                 thoughts.append(f"{leaf.place} {what}{shortened(missing)} is left out by the chat template; "
-                                "let it with --drop-reasoning")
+                                "allow it with --drop-reasoning")
             else:
                 reasons.append(f"{leaf.place} {shortened(missing)} is left out by the chat template")
     if thoughts and drops_reasoning:
         notes.append("reasoning is left out by the chat template")
         thoughts = []
     if reasons or thoughts:
-        raise LeftOut([*reasons, *thoughts][0], len(reasons) + len(thoughts))
+        raise MissingContent([*reasons, *thoughts][0], len(reasons) + len(thoughts))
     return notes
 
 
@@ -642,7 +643,7 @@ def missing_parts(leaf: Leaf, written: str, text: str) -> list[tuple[str, bool]]
     if leaf.text.strip() in written:
         return []
     missing: list[tuple[str, bool]] = []
-    for part, is_thought in parts_of_answer(leaf):
+    for part, is_thought in answer_parts(leaf):
         said = part.strip()
         forms = [said, json.dumps(said)[1:-1], json.dumps(said, ensure_ascii=False)[1:-1]]
         if leaf.message is None:
@@ -652,7 +653,7 @@ def missing_parts(leaf: Leaf, written: str, text: str) -> list[tuple[str, bool]]
     return missing
 
 
-def parts_of_answer(leaf: Leaf) -> Iterator[tuple[str, bool]]:
+def answer_parts(leaf: Leaf) -> Iterator[tuple[str, bool]]:
     """Split a string at reasoning marks, and yield each part with whether it is reasoning: the text between
     <think> and </think>, or before the first </think> if the generation prompt opens it."""
     marks = THOUGHTS.findall(leaf.text)
@@ -690,7 +691,7 @@ def chat_format(
     if not made:
         places = " and ".join(each.place for each in found.by_name.values())
         raise ConfigError(f"tokenizer {tok.name}: has no chat template called {DEFAULT}, only {places}; "
-                          f"write the one that is meant to {CHAT_TEMPLATE}")
+                          f"write the intended one to {CHAT_TEMPLATE}")
     dates = [each.date for each in made.values() if each.date]
     if DEFAULT not in made:
         return replace(made[WITH_TOOLS], is_for_tools=True, passed_over=found.passed_over)
@@ -711,7 +712,7 @@ def template_chat(
         template = environment.from_string(text)
         reads = jinja2.meta.find_undeclared_variables(environment.parse(text))
     except jinja2.TemplateError as error:
-        raise ConfigError(f"tokenizer {tok.name}: its chat template is not one ({error}); "
+        raise ConfigError(f"tokenizer {tok.name}: its chat template is invalid ({error}); "
                           f"repair {place}") from None
     processor = tokenizers.Tokenizer.from_str(tok.files["tokenizer.json"].decode("utf-8"))
     processor.no_padding()
@@ -739,7 +740,7 @@ def template_chat(
         pairs=tuple((first, last) for first, last in closed if last in spelled and last in text),
         place=place,
     )
-    return replace(made, header=invitation(made), ends_turns=ends_turns(made))
+    return replace(made, header=generation_prompt(made), ends_turns=ends_turns(made))
 
 
 def parsed_date(date: str) -> datetime.datetime:
@@ -747,10 +748,10 @@ def parsed_date(date: str) -> datetime.datetime:
     try:
         return datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError:
-        raise ConfigError(f"--date: {date} is not a day; write it as {FIXED_DATE}") from None
+        raise ConfigError(f"--date: {date} is not a date; write it as {FIXED_DATE}") from None
 
 
-def invitation(chat: TemplateChat) -> str:
+def generation_prompt(chat: TemplateChat) -> str:
     """Return the generation prompt of the template, empty if it has none.
     Reasoning that it opens counts as the assistant's."""
     for silent in probes(chat, "user"):

@@ -86,7 +86,7 @@ class TokenizerContract:
             grown = (f"; config.json's vocab_size of {self.model_vocab:,} is a model's, and model.vocab asks "
                      "for it")
         found = {
-            "tokenizer": f"{self.label}, {self.vocab:,} ids in {np.dtype(dtype_of(self.vocab)).name}{grown}",
+            "tokenizer": f"{self.label}, {self.vocab:,} ids in {np.dtype(get_dtype(self.vocab)).name}{grown}",
             "end": f"{self.end} ends a document, as {' and '.join(self.end.named_by)} say"
                    f"{'s' if len(self.end.named_by) == 1 else ''}",
         }
@@ -114,14 +114,14 @@ class FileContract:
             label = f"{self.made_with['name']} ({self.made_with['fingerprint'][:DIGEST_SHOWN]})"
             prefix = self.path.removesuffix(".bin").removesuffix(".idx")
             raise ConfigError(f"data.tokenizer: {tok.label} is not {label}, with which {self.path} was made; "
-                              f"put that one into {prefix}.tokenizer, or prepare the data again")
+                              f"put it into {prefix}.tokenizer, or prepare the data again")
         if self.dtype.itemsize == 2 and tok.vocab > WIDEST_U16:
             raise ConfigError(f"{self.path}: holds ids of 16 bits, and the tokenizer {tok.label} makes ids "
                               f"up to {tok.vocab - 1:,}: larger ones have wrapped, or the width is another; "
                               "make the file again with 32 bits, or name its tokenizer in data.tokenizer")
 
 
-def dtype_of(vocab: int) -> str:
+def get_dtype(vocab: int) -> str:
     """Return the dtype for ids below `vocab` by Megatron's rule, which uses i4 and never u4."""
     return "<u2" if vocab < 65500 else "<i4"
 
@@ -143,7 +143,7 @@ def check_stored(path: str, stored: TokenizerContract, wanted: TokenizerContract
     if wanted.fingerprint == stored.fingerprint:
         return
     if eod is not None and wanted.end.id != stored.end.id:
-        raise ConfigError(f"data.eod: {wanted.end} is asked for, but documents of {path} end with "
+        raise ConfigError(f"data.eod: {wanted.end} is requested, but documents of {path} end with "
                           f"{stored.end}; leave data.eod out, or prepare the data again with --eod")
     raise ConfigError(f"data.tokenizer: {requested} is {wanted.label}, but {path} was made with "
                       f"{stored.label}; prepare the data again with --tokenizer {requested}, or set "
@@ -156,11 +156,11 @@ class Vocabulary(NamedTuple):
     """The tokens in a tokenizer's native file."""
     path: pathlib.Path
     size: int  # ids are below it
-    id_of: Callable[[str], int | None]
-    text_of: Callable[[int], str | None]  # None if no token has this id
+    get_id: Callable[[str], int | None]
+    get_text: Callable[[int], str | None]  # None if no token has this id
 
     def token(self, token_id: int, named_by: Iterable[str]) -> SpecialToken:
-        return SpecialToken(token_id, self.text_of(token_id) or "", tuple(named_by))
+        return SpecialToken(token_id, self.get_text(token_id) or "", tuple(named_by))
 
 
 class Named(NamedTuple):
@@ -187,7 +187,7 @@ def read_settings(folder: pathlib.Path, files: dict[str, bytes]) -> dict[str, Tr
     return settings
 
 
-def parts_of(content: Tree) -> list[Tree]:
+def get_parts(content: Tree) -> list[Tree]:
     """Return the parts of a file that may name special tokens; a vision model has a text_config."""
     inner = content.get("text_config")
     return [content, inner] if isinstance(inner, dict) else [content]
@@ -195,22 +195,22 @@ def parts_of(content: Tree) -> list[Tree]:
 
 def named_tokens(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> list[Named]:
     """Return the tokens that each file names as special, for the kind "eos", "bos" or "pad"."""
-    found: list[Named] = []
+    results: list[Named] = []
     for file, content in settings.items():
-        for part in parts_of(content):
+        for part in get_parts(content):
             text = part.get(f"{kind}_token")
             text = text.get("content") if isinstance(text, dict) else text
             if isinstance(text, str):
-                token_id = vocabulary.id_of(text)
+                token_id = vocabulary.get_id(text)
                 ids = () if token_id is None else (token_id,)
-                found.append(Named(file, f"{kind}_token {text!r}", ids))
+                results.append(Named(file, f"{kind}_token {text!r}", ids))
             said = part.get(f"{kind}_token_id")
             several = said if isinstance(said, list) else [said]
             numbers = [number for number in several if isinstance(number, int)]
             if numbers:
-                ids = tuple(number for number in numbers if vocabulary.text_of(number) is not None)
-                found.append(Named(file, f"{kind}_token_id {said}", ids))
-    return found
+                ids = tuple(number for number in numbers if vocabulary.get_text(number) is not None)
+                results.append(Named(file, f"{kind}_token_id {said}", ids))
+    return results
 
 
 def first_named(kind: str, settings: dict[str, Tree], vocabulary: Vocabulary) -> SpecialToken | None:
@@ -231,7 +231,7 @@ def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None
     path = vocabulary.path
     named = named_tokens("eos", settings, vocabulary)
     if own is not None:
-        named.insert(0, Named(path.name, f"its end of sentence {vocabulary.text_of(own)!r}", (own,)))
+        named.insert(0, Named(path.name, f"its end of sentence {vocabulary.get_text(own)!r}", (own,)))
     if chosen is not None:
         token = vocabulary.token(chosen_id(vocabulary, chosen), ["--eod"])
         if own is not None and token.id != own:
@@ -241,7 +241,7 @@ def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None
 
     for file, said, ids in named:
         if not ids:
-            raise ConfigError(f"{path.parent / file}: {said} is none of the tokens of {path.name}, which has "
+            raise ConfigError(f"{path.parent / file}: {said} is not a token of {path.name}, which has "
                               f"the ids 0 to {vocabulary.size - 1}; correct it, or {CHOOSE}")
     if not named:
         return usual_end(vocabulary)
@@ -258,7 +258,7 @@ def end_token(vocabulary: Vocabulary, settings: dict[str, Tree], own: int | None
 def usual_end(vocabulary: Vocabulary) -> SpecialToken:
     """Return the only token of EOD_NAMES in a tokenizer. Raises ConfigError if it has none or several."""
     path = vocabulary.path
-    ids = [vocabulary.id_of(name) for name in EOD_NAMES]
+    ids = [vocabulary.get_id(name) for name in EOD_NAMES]
     known = [vocabulary.token(token_id, [path.name]) for token_id in ids if token_id is not None]
     if not known:
         raise ConfigError(f"{path}: no end-of-document token; put {TOKENIZER_CONFIG} with eos_token beside "
@@ -271,14 +271,14 @@ def usual_end(vocabulary: Vocabulary) -> SpecialToken:
 
 def chosen_id(vocabulary: Vocabulary, chosen: str) -> int:
     """Return the id of a token given by its text or its id. Raises ConfigError."""
-    token_id = int(chosen) if chosen.isdecimal() else vocabulary.id_of(chosen)
-    if token_id is None or vocabulary.text_of(token_id) is None:
-        raise ConfigError(f"--eod: {chosen!r} is none of the tokens of {vocabulary.path}, which has the ids "
+    token_id = int(chosen) if chosen.isdecimal() else vocabulary.get_id(chosen)
+    if token_id is None or vocabulary.get_text(token_id) is None:
+        raise ConfigError(f"--eod: {chosen!r} is not a token of {vocabulary.path}, which has the ids "
                           f"0 to {vocabulary.size - 1}; give the text or the id of one")
     return token_id
 
 
-def settled(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
+def set_end_token(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
     """Write the user's choice into each file that names an end token, so that copies agree. A list that
     already contains it stays."""
     settings = read_settings(pathlib.Path(), files)
@@ -287,7 +287,7 @@ def settled(files: dict[str, bytes], end: SpecialToken) -> dict[str, bytes]:
     for name, content in settings.items():
         if name == TOKENIZER_CONFIG:
             content["eos_token"] = end.text
-        for part in parts_of(content):
+        for part in get_parts(content):
             if "eos_token" in part:
                 part["eos_token"] = end.text
             said = part.get("eos_token_id")
@@ -316,6 +316,6 @@ def spelled_tokens(
 def check_words(place: pathlib.Path | str, words: Iterable[int], control: dict[int, str]) -> None:
     """Raise ConfigError naming `place` if any of the control tokens {id: text} are plain words."""
     for token_id in sorted(words):
-        raise ConfigError(f"{place}: text that spells {control[token_id]!r} makes its id {token_id}, as of "
-                          "any word, so that it cannot mark the end of a document or a turn; take another "
+        raise ConfigError(f"{place}: text that spells {control[token_id]!r} makes its id {token_id}, like "
+                          "any word, so that it cannot mark the end of a document or a turn; use another "
                           "token, or add it to tokenizer.json as a special one")

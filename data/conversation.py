@@ -40,7 +40,7 @@ class BadConversation(ValueError):
     """A conversation that cannot be rendered as text. The message gives the reason."""
 
 
-class TwoValues(BadConversation):
+class DuplicateKey(BadConversation):
     """A JSON object has a duplicate key. The message gives the reason."""
 
 
@@ -55,7 +55,7 @@ class Conversation:
     unread: tuple[str, ...] = ()
 
 
-def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
+def walk_path(record: Tree, path: str) -> list[tuple[Tree, str]]:
     """Return (object, field) for each step to the field named by `path`: a.b is field b of the object under
     a, unless the record has a field with that exact name."""
     way: list[tuple[Tree, str]] = []
@@ -70,18 +70,18 @@ def way_to(record: Tree, path: str) -> list[tuple[Tree, str]]:
 
 
 def read_conversation(record: Tree, key: str | None = None) -> Conversation:
-    """Parse the conversation of a record. `key` names its messages, or is a path to them (way_to); tools and
-    system are read next to them. Without a key, the format is detected. Raises BadConversation naming the
+    """Parse the conversation of a record. `key` names its messages, or is a path to them (walk_path); tools
+    and system are read next to them. Without a key, the format is detected. Raises BadConversation naming the
     field."""
     around: list[str] = []
     path = key
     if key is not None:
-        *outer, (record, key) = way_to(record, key)
+        *outer, (record, key) = walk_path(record, key)
         around = [name for holder, step in outer for name in unread_in(holder, {step})]
     key = key or next((name for name in MESSAGE_KEYS if name in record), None)
     for name in MEDIA:
         if record.get(name) not in EMPTY:
-            raise BadConversation(f"{name!r} holds what is not text, and only text is read")
+            raise BadConversation(f"{name!r} holds something other than text, and only text is read")
 
     if key is not None:
         if record.get(key) is None:
@@ -327,7 +327,7 @@ def parsed_json(value: object) -> Any:
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         try:
             return parse_json(value)
-        except TwoValues:
+        except DuplicateKey:
             raise
         except (ValueError, RecursionError):
             return value
@@ -335,12 +335,12 @@ def parsed_json(value: object) -> Any:
 
 
 def without_two_values(pairs: list[tuple[str, Any]]) -> Tree:
-    """Build a JSON object. Raises TwoValues for a duplicate key: Python would drop a value."""
+    """Build a JSON object. Raises DuplicateKey for a duplicate key: Python would drop a value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         for key, value in pairs:
             if found[key] != value:
-                raise TwoValues(f"an object has {key!r} twice, with two values; keep one")
+                raise DuplicateKey(f"an object has {key!r} twice, with two values; keep one")
     return found
 
 
@@ -349,7 +349,7 @@ JSON = json.JSONDecoder(object_pairs_hook=without_two_values)  # made once: it c
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON. Raises TwoValues like without_two_values, and ValueError if it is not JSON."""
+    """Parse JSON. Raises DuplicateKey like without_two_values, and ValueError if it is not JSON."""
     text = text.strip(JSON_SPACE)
     value, end = JSON.raw_decode(text)
     return value if end == len(text) else JSON.decode(text)  # reports what is left over
@@ -364,15 +364,15 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def strings_of(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
+def walk_values(value: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], Any]]:
     """Yield (path of keys, value) for each value in nested objects and lists. Object keys are included, as
     (..., "key")."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield (*path, "key"), key
-            yield from strings_of(item, (*path, str(key)))
+            yield from walk_values(item, (*path, str(key)))
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from strings_of(item, path)
+            yield from walk_values(item, path)
     else:
         yield path, value

@@ -31,10 +31,10 @@ from config import ConfigError, Tree
 from data.chat import ChatFormat, ChatText
 from data.conversation import (
     BadConversation,
-    TwoValues,
+    DuplicateKey,
     parse_json,
     read_conversation,
-    way_to,
+    walk_path,
     without_nulls,
 )
 
@@ -55,10 +55,10 @@ AS_TEXT = "text:"  # prefix that reads any file as text
 TABLE = "is a table, and its rows would be one text: write it as parquet or jsonl, as with " \
         "pandas.read_csv(FILE).to_parquet(FILE)"
 ARCHIVE = "is an archive; unpack it, and give the files"
-OTHER_PACKING = f"is packed in a way that is not read; pack it as one of {', '.join(COMPRESSED)}"
+OTHER_PACKING = f"uses an unsupported compression; compress it as one of {', '.join(COMPRESSED)}"
 RECORDS = f"has a JSON object on each line, and all would be one text: call it .jsonl, or give {AS_TEXT}FILE"
-PAGES = "holds pages; take their text out of it first"
-MARKUP = f"has marks that would be read as text: convert it, or give {AS_TEXT}FILE to read it as it is"
+PAGES = "holds pages; extract their text first"
+MARKUP = f"has markup that would be read as text: convert it, or give {AS_TEXT}FILE to read it as it is"
 BINARY = "is binary; write its text as jsonl"
 OTHER_FILES = {  # {extension: why it is not read}
     **dict.fromkeys((".csv", ".tsv"), TABLE),
@@ -71,8 +71,8 @@ OTHER_FILES = {  # {extension: why it is not read}
     ".arrow": "is Arrow's format; write it as parquet",
 }
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
-MOST_OF_A_LINE = 1 << 20  # bytes of a line read to detect records
-MOST_ENDS = 5  # kinds of unread files listed in a message
+MAX_LINE_SHARE = 1 << 20  # bytes of a line read to detect records
+MAX_ENDS = 5  # kinds of unread files listed in a message
 PARQUET_ROWS = 256  # in memory at a time
 
 
@@ -138,7 +138,7 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
 
     is_text = name.startswith(AS_TEXT)
     for path in matching_files(name.removeprefix(AS_TEXT), passed_over, is_text):
-        kind = "text" if is_text else kind_of(path) or "text"
+        kind = "text" if is_text else get_kind(path) or "text"
         if not is_text and name_end(path) in OTHER_FILES:
             raise ConfigError(f"{path}: {OTHER_FILES[name_end(path)]}")
         if not is_text and name_end(path) not in PROSE and kind == "text" and holds_records(path):
@@ -163,7 +163,7 @@ def matching_files(name: str, passed_over: Sequence[str] = (), is_text: bool = F
     none."""
     path = pathlib.Path(name)
     if path.is_dir():
-        files = [file for file in files_in(name, passed_over) if is_text or kind_of(file)]
+        files = [file for file in files_in(name, passed_over) if is_text or get_kind(file)]
         if not files:
             packed = ", ".join(COMPRESSED)
             raise ConfigError(f"--input {name}: holds no {' '.join(KINDS)} file (or {packed} of one)")
@@ -187,13 +187,13 @@ def unread_files(name: str, passed_over: Sequence[str] = ()) -> str | None:
     if not pathlib.Path(name).is_dir():
         return None
     ends = Counter(name_end(file) or "without an end" for file in files_in(name, passed_over)
-                   if not kind_of(file))
+                   if not get_kind(file))
     if not ends:
         return None
     several = f"{ends.total():,} files are" if ends.total() > 1 else "1 file is"
     named = [f"{count:,} {end}" for end, count in sorted(ends.items(), key=lambda item: (-item[1], item[0]))]
-    more = f" and {len(named) - MOST_ENDS} other kinds" if len(named) > MOST_ENDS else ""
-    return f"{name}: {several} not read: {', '.join(named[:MOST_ENDS])}{more}"
+    more = f" and {len(named) - MAX_ENDS} other kinds" if len(named) > MAX_ENDS else ""
+    return f"{name}: {several} not read: {', '.join(named[:MAX_ENDS])}{more}"
 
 
 def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[str]:
@@ -206,7 +206,7 @@ def without(files: list[str], passed_over: Sequence[str], folder: str) -> list[s
     return [file for file in files if not f"{os.path.realpath(file)}/".startswith(left_out)]
 
 
-def kind_of(path: str) -> str | None:
+def get_kind(path: str) -> str | None:
     """Return the kind of a file by its name, or None if the name does not say."""
     return KINDS.get(name_end(path))
 
@@ -216,7 +216,7 @@ def holds_records(path: str) -> bool:
     try:
         disk_file, stream = open_streams(path)
         with disk_file, stream:
-            lines = [stream.readline(MOST_OF_A_LINE).removeprefix(codecs.BOM_UTF8) for _ in range(2)]
+            lines = [stream.readline(MAX_LINE_SHARE).removeprefix(codecs.BOM_UTF8) for _ in range(2)]
         return all(isinstance(json.loads(line), dict) for line in lines)
     except (OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, RecursionError):
         # the reader of the file reports the error
@@ -305,7 +305,7 @@ def read_piece(
         yield from readers[piece.kind](piece, column, read)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{piece.path}: cannot be read to its end: {reason}") from None
+        raise ConfigError(f"{piece.path}: cannot be read to the end: {reason}") from None
 
 
 def read_text(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
@@ -352,18 +352,18 @@ def parse_line(raw: bytes, line: int, read: ReadRecord) -> DocumentRecord:
     except UnicodeDecodeError as error:
         problem = f"invalid UTF-8 (byte 0x{raw[error.start]:02x} at column {error.start + 1})"
         return DocumentRecord(None, line, problem)
-    except TwoValues as error:
+    except DuplicateKey as error:
         return DocumentRecord(None, line, str(error))
     except (ValueError, RecursionError) as error:
-        return DocumentRecord(None, line, f"broken JSON ({error}){way_out(raw)}")
+        return DocumentRecord(None, line, f"broken JSON ({error}){fix_hint(raw)}")
     if isinstance(record, list):
-        return DocumentRecord(None, line, f"not an object but list{way_out(raw)}")
+        return DocumentRecord(None, line, f"not an object but list{fix_hint(raw)}")
     if not isinstance(record, dict):
         return DocumentRecord(None, line, f"not an object but {type(record).__name__}")
     return read(record, line)
 
 
-def way_out(raw: bytes) -> str:
+def fix_hint(raw: bytes) -> str:
     """Suggest what to do about a line that is part of a larger JSON file."""
     begin = raw.strip()[:1]
     if begin == b"[":
@@ -372,9 +372,9 @@ def way_out(raw: bytes) -> str:
 
 
 def text_reader(key: str) -> ReadRecord:
-    """Make a reader of the text in a field, or at a path of fields (way_to)."""
+    """Make a reader of the text in a field, or at a path of fields (walk_path)."""
     def read(record: Tree, line: int) -> DocumentRecord:
-        holder, name = (record, key) if key in record else way_to(record, key)[-1]
+        holder, name = (record, key) if key in record else walk_path(record, key)[-1]
         return checked_text(holder.get(name), key, line)
 
     return read
@@ -506,7 +506,7 @@ class ZstdReader(io.RawIOBase):
             chunk = self._unused or self._disk_file.read(1 << 16)
             if not chunk:
                 if self._frame:
-                    raise EOFError("the file is cut off")
+                    raise EOFError("the file is truncated")
                 return 0
             self._decompress(chunk)
 

@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 
 from config import Config, ConfigError
-from config.reading import phases_of
+from config.reading import get_phases
 from data.blend import named_paths
 from data.blocks import BLOCK, ChecksumError
 from data.indexed import FILE_ENDS, IndexedDataset, sibling_file
-from data.remote import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, path_of_url
+from data.remote import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, url_path
 
 TOKENIZER = ".tokenizer"  # suffix of the tokenizer folder next to them
 SOURCE = "source.json"  # in a copy: the store's metadata of its files
@@ -45,12 +45,12 @@ def local_path(path: str, cache: str) -> str:
     A URL maps to its copy, which need not exist yet."""
     if not is_url(path):
         return path
-    place = path_of_url(prefix_of(path))
+    place = url_path(common_prefix(path))
     end = ".bin" if path.endswith(".bin") else ""  # a .npy keeps its extension
     return str(Path(cache) / place.parent / f"{place.name}.copy" / f"{place.name}{end}")
 
 
-def prefix_of(path: str) -> str:
+def common_prefix(path: str) -> str:
     """Return the common prefix of a data set's files; for a single NumPy .npy, the whole name."""
     return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
 
@@ -75,7 +75,7 @@ def download_sources(cfg: Config, known: Copies | None = None, after: int = 0) -
     OSError.
     """
     copies: Copies = {}
-    for phase in phases_of(cfg).from_step(after):
+    for phase in get_phases(cfg).from_step(after):
         for key, path in named_paths(phase.cfg.data):
             if is_url(path) and path not in copies:
                 cache = cfg.data.cache
@@ -98,7 +98,7 @@ def check_same_files(named: str, folder: Path, copied: Files, wanted: Files) -> 
 
 def open_source(path: str, key: str) -> tuple[RemoteFolder, str]:
     """Return (the folder that holds a data set, the data set's name in it). Raises ConfigError."""
-    parent, _, name = prefix_of(path).rpartition("/")
+    parent, _, name = common_prefix(path).rpartition("/")
     return open_folder(parent, key), name
 
 
@@ -165,7 +165,7 @@ def download_files(path: str, temp: Path, key: str) -> None:
     free = shutil.disk_usage(temp).free
     if free < total:
         raise ConfigError(f"data.cache: {path} has {total:,} bytes, and {free:,} are free in {temp.parent}; "
-                          "make room, or give another data.cache")
+                          "free space, or give another data.cache")
     try:
         for file, state in files.items():
             (temp / file).parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def check_copy(path: str, prefix: Path, key: str) -> None:
     except ConfigError as error:
         kind = type(error)
         text = str(error).replace(f"{prefix.parent}/", f"{path.rpartition('/')[0]}/")
-        raise kind(f"{key}: {path} was downloaded, and is damaged: {text}") from None
+        raise kind(f"{key}: {path} was downloaded, but is damaged: {text}") from None
 
 
 def check_blocks(file: Path, crc_file: Path) -> None:

@@ -148,9 +148,9 @@ def open_fim(
         raise ConfigError(f"model.vocab: {vocab} leaves out the sentinels of data.fim_rate, ids "
                           f"{', '.join(map(str, ids))}; raise it above {max(ids)}")
     by_character = data.fim_split == "character"
-    if by_character and not gives_parts_back(tok):
-        raise ConfigError(f"data.fim_split: the tokenizer {tok.name} does not give a text back that is cut "
-                          "between characters (it puts spaces before a text, or changes it); take token")
+    if by_character and not round_trips_parts(tok):
+        raise ConfigError(f"data.fim_split: the tokenizer {tok.name} does not round-trip text that is cut "
+                          "between characters (it prepends spaces, or changes the text); use token")
     prefix, middle, suffix = ids
     return FillInTheMiddle(
         tok,
@@ -192,7 +192,7 @@ def sentinel_ids(names: str | None, tok: Tokenizer) -> list[int]:
     return ids
 
 
-def gives_parts_back(tok: Tokenizer) -> bool:
+def round_trips_parts(tok: Tokenizer) -> bool:
     """Return whether the tokens of two halves of a text, concatenated, decode to the text."""
     places = range(len(PROBE) + 1)
     lefts = tok.encode_batch([PROBE[:place] for place in places])

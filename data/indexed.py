@@ -30,7 +30,7 @@ import numpy as np
 
 from config import ConfigError, Tree
 from data.blocks import AGAIN, BLOCK, BlockChecksums, ChecksumError
-from data.contract import FileContract, dtype_of
+from data.contract import FileContract, get_dtype
 from data.loss_mask import LossMask, LossMaskBits
 from data.tokenizer import Tokenizer
 
@@ -204,7 +204,7 @@ class IndexedDataset:
         digests = {self.idx: (idx_digest, "idx_sha256"), crc_path: (file_sha256(crc_path), "crc_sha256")}
         for path, (digest, key) in digests.items():
             if digest != self.meta[key]:
-                raise ChecksumError(f"{path}: sha256 is not as in {json_path.name}: "
+                raise ChecksumError(f"{path}: sha256 differs from that in {json_path.name}: "
                                     f"damaged or replaced; {AGAIN}")
         self.identity = text_sha256(f"{idx_digest} {self.meta['crc_sha256']}")
 
@@ -223,7 +223,7 @@ class IndexedDataset:
             except OSError as error:
                 raise ConfigError(f"{crc_path}: {error.strerror}; restore it, or {AGAIN} --chat") from None
             if digest != self.meta["mask_crc_sha256"]:
-                raise ChecksumError(f"{crc_path}: sha256 is not as in the .json beside it: "
+                raise ChecksumError(f"{crc_path}: sha256 differs from that in the .json beside it: "
                                     f"damaged or replaced; {AGAIN} --chat")
         self.loss_mask = LossMask(mask_path, self.tokens, crc)
         self._stamps[mask_path] = file_stamp(mask_path)
@@ -283,7 +283,7 @@ class IndexedDataset:
         size = os.fstat(self._bin_file.fileno()).st_size
         if size < self._bin_bytes:
             raise ChecksumError(f"{self.bin}: truncated from {self._bin_bytes} to {size} bytes while the run "
-                                "read it; restore the original file, and go on from the last checkpoint")
+                                "read it; restore the original file, and resume from the last checkpoint")
 
     def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
         """Return whether the loss counts each of the tokens [first, stop), or None if it counts all. Raises
@@ -362,10 +362,11 @@ class IndexedDataset:
     def _of_vocabulary(self, value: int) -> str:
         """Describe an id outside the vocabulary, and how to fix it."""
         if value < 0:
-            return f"id {value} is below 0, and none of the vocabulary of {self._vocab}; make the file again"
+            return f"id {value} is below 0, and not in the vocabulary of {self._vocab}; make the file again"
         if value >= LARGEST_VOCAB:
-            return (f"id {value} is of no vocabulary: the file is damaged, or its ids have another width or "
-                    "byte order than they are read with (data.dtype, little-endian); make the file again")
+            return (f"id {value} is in no vocabulary: the file is damaged, or its ids have a different width "
+                    "or byte order than the one they are read with (data.dtype, little-endian); make the "
+                    "file again")
         return (f"id {value} is not below the vocabulary of {self._vocab}; raise model.vocab above {value}, "
                 "or use the data's tokenizer")
 
@@ -454,7 +455,7 @@ class IndexedDatasetWriter:
 
     def __init__(self, prefix: pathlib.Path | str, vocab: int, has_mask: bool = False) -> None:
         self.prefix = pathlib.Path(prefix)
-        self.dtype = np.dtype(dtype_of(vocab))
+        self.dtype = np.dtype(get_dtype(vocab))
         self.documents = 0
         self.tokens = 0
         self.max_id = -1
@@ -514,7 +515,7 @@ class IndexedDatasetWriter:
                 raise ValueError(f"{self.prefix}: tokens that do not count need has_mask")
             return
         with naming_errors(self._mask_file.name):
-            self._mask_file.write(self._mask.bytes_of(counted))
+            self._mask_file.write(self._mask.get_bytes(counted))
 
     def finish(self, tokenizer: Tokenizer | None = None, text_bytes: int | None = None,
                source: str | None = None, fault_point: Callable[[str], object] = lambda name: None,

@@ -138,8 +138,8 @@ def sentencepiece_text(name: str) -> bytes:
 class ByteCheck:
     """Compares texts with the bytes of their tokens. Made by byte_check.
 
-    content: the bytes of all ids, concatenated, first as inside a text and then as first tokens; None if ids
-    have no text of their own, and a text must be decoded whole. starts, sizes: int32 [2 * vocab], where each
+    content: the bytes of all ids, concatenated, first as inside a text and then as first tokens; None if a
+    single id has no text, and a text must be decoded whole. starts, sizes: int32 [2 * vocab], where each
     id lies in it. keeps_space: white space counts; conversations lose it next to control tokens.
     """
     tok: Tokenizer
@@ -157,7 +157,7 @@ class ByteCheck:
             return sum(self._missing(text, np.frombuffer(each, np.uint8)) for text, each in zip(texts, there))
 
         # all at once, which is enough if nothing is lost
-        found, bounds = self._bytes_of(self.content, pieces)
+        found, bounds = self._token_bytes(self.content, pieces)
         if np.array_equal(found, np.frombuffer(b"".join(texts), np.uint8)):
             return 0
 
@@ -175,7 +175,7 @@ class ByteCheck:
         """
         if self.content is None:
             return [None] * len(texts)
-        found, bounds = self._bytes_of(self.content, pieces)
+        found, bounds = self._token_bytes(self.content, pieces)
         begun = np.concatenate([[0], np.cumsum((found & 0xc0) != 0x80)])  # characters before each byte
         begun = np.append(begun, begun[-1])
         places = np.stack([begun[bounds[:-1] + 1] - 1, begun[bounds[1:]]], axis=1)
@@ -190,7 +190,7 @@ class ByteCheck:
             result.append(places[first:end] - begun[start] if is_exact else None)
         return result
 
-    def _bytes_of(self, content: np.ndarray, pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _token_bytes(self, content: np.ndarray, pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return the bytes of all tokens, uint8 [n], and the bounds of each token, int64 [tokens + 1]."""
         rows = np.concatenate(pieces).astype(np.int64)
         ends = np.cumsum([len(ids) for ids in pieces])

@@ -24,6 +24,7 @@ import os
 import pathlib
 import re
 import shlex
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -34,7 +35,7 @@ import numpy as np
 import torch
 
 from config import Config, ConfigError, global_batch_at, sequences_seen
-from config.reading import phases_of
+from config.reading import get_phases
 from data import prepare, tokenizer
 from data.best_fit import PackedSampler, document_ranges
 from data.blend import named_paths, validation_key
@@ -68,7 +69,7 @@ FIRST_WORDS = re.compile(r"\s*(\S+(?:[ \t]+\S+){0,2})")  # up to three words on 
 CPU = torch.device("cpu")
 
 
-class ReadHangs(RuntimeError):
+class DataReadTimeout(RuntimeError):
     """The prefetch thread does not return: the storage hangs, as network storage may."""
 
     exit_code = 76
@@ -126,6 +127,7 @@ class BatchLoader:
         self._cfg = cfg
         self._mix = reading.mix
         self._reading = reading
+        self.before_read: Callable[[], object] | None = None  # called first in `microbatches`
 
         # validation reads the same samples for any train.seed and train.ramp
         is_train = split == "train"
@@ -135,8 +137,8 @@ class BatchLoader:
 
         self._windows: list[SpanSampler | PackedSampler] = []
         for dataset, start, dataset_seed in zip(datasets, reading.starts, self._seeds):
-            self._windows.append(self._sampler_of(dataset, start, dataset_seed))
-        splits = [self._split_of(dataset) for dataset in datasets]
+            self._windows.append(self._make_sampler(dataset, start, dataset_seed))
+        splits = [self._split_range(dataset) for dataset in datasets]
         self.tokens = sum(last - first for first, last in splits)
         self.samples = sum(windows.count for windows in self._windows)
         self.tokenizer = next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None)
@@ -157,15 +159,15 @@ class BatchLoader:
             self._cfg.data, self.required_tokenizer, self._cfg.model.vocab, start.id if start else None
         )
 
-    def _split_of(self, dataset: BlendedDataset) -> tuple[int, int]:
+    def _split_range(self, dataset: BlendedDataset) -> tuple[int, int]:
         """Return the token range [first, last) of a dataset in this split."""
         part = SPLITS.index(self.split)
         return dataset.split_points[part], dataset.split_points[part + 1]
 
-    def _sampler_of(
+    def _make_sampler(
         self, dataset: BlendedDataset, start: SourceStart, seed: int
     ) -> SpanSampler | PackedSampler:
-        first, last = self._split_of(dataset)
+        first, last = self._split_range(dataset)
         split = f"data.split: {self._cfg.data.split} leaves {self.split} {last - first} tokens of " \
                 f"{dataset.name} ({dataset.index.documents} documents)"
         more, larger = "raise its share", "give more documents"
@@ -178,7 +180,7 @@ class BatchLoader:
         if self._cfg.data.pack == "best_fit":
             if dataset.index.documents == 0:
                 raise ConfigError(f"data.pack: best_fit places whole documents, and {dataset.name} has no "
-                                  ".idx that names them; make one with scripts.prepare_data, or take stream")
+                                  ".idx that names them; make one with scripts.prepare_data, or use stream")
             documents = document_ranges(dataset.index, first, last)
             if (documents[:, 1] - documents[:, 0]).max() < 2:  # none of them predicts anything
                 raise ConfigError(f"{split}, and no document of two tokens; {more}, or {larger}")
@@ -198,8 +200,10 @@ class BatchLoader:
         n-th fixed global batch.
 
         Raises ChecksumError if tokens of the step are damaged, ConfigError if an id is not below the
-        vocabulary, ReadHangs if the thread has not read them within parallel.timeout_s.
+        vocabulary, DataReadTimeout if the thread has not read them within parallel.timeout_s.
         """
+        if self.before_read is not None:
+            self.before_read()
         if self._thread is None:
             return self._for_compute(self._read_and_copy(step))
 
@@ -213,11 +217,11 @@ class BatchLoader:
         return self._for_compute(self._awaited(self._prefetched.pop(step), step))
 
     def _awaited(self, read: Future[StepRead], step: int) -> StepRead:
-        """Wait for the thread's result. Raises ReadHangs on a timeout."""
+        """Wait for the thread's result. Raises DataReadTimeout on a timeout."""
         limit_s = self._cfg.parallel.timeout_s
         wait([read], limit_s)
         if not read.done():
-            raise ReadHangs(
+            raise DataReadTimeout(
                 f"data.path: the samples of step {step + 1:,} were not read in {limit_s:g} s "
                 "(parallel.timeout_s): the storage hangs"
             )
@@ -296,12 +300,12 @@ class BatchLoader:
         """Read the tokens of a sample."""
         index = self.datasets[location.dataset].index
         fim = self._fim if index.loss_mask is None else None  # conversations are never rearranged
-        window = self._window_of(location, slots, index, self._cfg.data.doc_mask or fim is not None)
+        window = self._read_stored_window(location, slots, index, self._cfg.data.doc_mask or fim is not None)
         if fim is None:
             return window
         return fim.rearrange_window(window, derive_seed(self._seeds[location.dataset], location.sample_id))
 
-    def _window_of(
+    def _read_stored_window(
         self, location: SampleLocation, slots: int, index: Index | WithoutTokens, wants_starts: bool
     ) -> Window:
         """Read a sample as stored in the data. `wants_starts` looks up document starts in a stream."""
@@ -419,7 +423,7 @@ class BatchLoader:
         if counts is not None and counts.targets == 0:
             raise ConfigError(f"data.path: none of the {counts.looked_at:,} sequences of "
                               f"{self._cfg.data.path} that were looked at has a target that counts; "
-                              f"{self._way_to_targets()}")
+                              f"{self._targets_hint()}")
         return counts
 
     def sample_targets(self, steps: int) -> TargetCounts | None:
@@ -441,7 +445,7 @@ class BatchLoader:
         cut = 0
         for location in self._locate_samples(self._reading.sequences_before, looked_at):
             index, sampler = self.datasets[location.dataset].index, self._windows[location.dataset]
-            window = self._window_of(location, seq_len + 1, WithoutTokens(index), doc_mask)
+            window = self._read_stored_window(location, seq_len + 1, WithoutTokens(index), doc_mask)
             counts.append(number_of_targets(window.counted, window.starts if doc_mask else None, seq_len))
             if index.loss_mask is None:
                 continue
@@ -459,7 +463,7 @@ class BatchLoader:
             cut=cut if any(masks) else None,
         )
 
-    def _way_to_targets(self) -> str:
+    def _targets_hint(self) -> str:
         """Suggest what to do if no target counts."""
         chats = [dataset.index for dataset in self.datasets if dataset.index.loss_mask is not None]
         if not chats:
@@ -544,13 +548,13 @@ class BatchLoader:
         """Return the ids of a conversation of the split, the shortest of the first ones, up to where the
         assistant first speaks. Raises like microbatches, and ConfigError if there is none."""
         dataset = self._largest
-        first, last = self._split_of(dataset)
-        found: list[list[int]] = []
+        first, last = self._split_range(dataset)
+        results: list[list[int]] = []
         for begin, stop in document_ranges(dataset.index, first, min(last, first + CHAT_TOKENS)).tolist():
             counted = dataset.index.counted(begin, stop)
             if counted is not None and counted.any():
-                found.append(dataset.index.read(begin, begin + int(counted.argmax())).tolist())
-        return min(filter(None, found), key=len, default=self.prompts.chat([HELLO]))
+                results.append(dataset.index.read(begin, begin + int(counted.argmax())).tolist())
+        return min(filter(None, results), key=len, default=self.prompts.chat([HELLO]))
 
     def check_unchanged(self) -> None:
         """Raise ChecksumError if a data file has changed since it was opened."""
@@ -618,7 +622,7 @@ def open_loader(
     Raises ConfigError (one line: the key or the file, and a fix), ChecksumError, and OSError if data.cache
     cannot be written.
     """
-    phases = phases_of(cfg)
+    phases = get_phases(cfg)
     cfg = phases.all[phase - 1].cfg
     read_key = validation_key(cfg.data) if split == "valid" else "data.path"
     for key, path in named_paths(cfg.data):
@@ -628,7 +632,7 @@ def open_loader(
     if split == "train":
         reading = read_phases(phases)[phase - 1]
     else:  # every evaluation of a phase reads the same samples, whatever was read before
-        reading = read_phases(phases_of(replace(cfg, data=replace(cfg.data, span=None))))[0]
+        reading = read_phases(get_phases(replace(cfg, data=replace(cfg.data, span=None))))[0]
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
     made_with = [(each.name, each.tokenizer.contract) for each in datasets if each.tokenizer]

@@ -68,7 +68,7 @@ class LossMaskBits:
         self.counted = 0
         self._rest = np.empty(0, bool)  # of an incomplete byte
 
-    def bytes_of(self, counted: np.ndarray) -> bytes:  # bool [tokens]
+    def get_bytes(self, counted: np.ndarray) -> bytes:  # bool [tokens]
         """Add bools, and return the bytes that are now complete."""
         self.tokens += len(counted)
         self.counted += int(counted.sum())

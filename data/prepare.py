@@ -38,7 +38,7 @@ from config import ConfigError, Tree, provenance
 from data import documents
 from data import tokenizer as tokenizers
 from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns
-from data.contract import dtype_of
+from data.contract import get_dtype
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.fim import SENTINELS
 from data.indexed import (
@@ -143,7 +143,7 @@ def prepare_corpus(
             say(unread)
     if has_fim and not tokenizers.bpe_pieces(tokenizer):
         raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
-                          "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
+                          "ready; use --tokenizer bpe-N, or leave it out and see data.fim_tokens")
     job = TokenizeJob(
         parts=f"{out}.parts",
         key=key,
@@ -165,7 +165,7 @@ def prepare_corpus(
         # resume an unfinished run
         num_dropped = drop_other_plan(job, digest)
         if num_dropped:
-            say(f"starting over: {num_dropped} shards that an unfinished run has made are of other inputs or "
+            say(f"starting over: {num_dropped} shards of an unfinished run have other inputs or "
                 "settings")
         tok = ready_tokenizer(job, tokenizer, units, say)
         chat = job.chat_format(tok)
@@ -213,7 +213,7 @@ def prepare_corpus(
         "vocab": tok.vocab,
         "eod": tok.eod,
         "eod_text": tok.contract.end.text,
-        "dtype": np.dtype(dtype_of(tok.vocab)).name,
+        "dtype": np.dtype(get_dtype(tok.vocab)).name,
         "contract": tok.contract.lines(),
         "input_bytes": sum(map(unit_size, units)),
         "workers": workers,
@@ -244,32 +244,32 @@ def check_out(out: pathlib.Path, units: list[Unit]) -> None:
     replaced = first_replaced(out, sorted(paths))
     if replaced is not None:
         raise ConfigError(f"--out: {out} would replace the input {replaced}; choose another --out")
-    way_out = "choose another --out, or move it"
+    fix_hint = "choose another --out, or move it"
     sidecar = f"{out}.json"
     if os.path.lexists(sidecar) and not is_sidecar(sidecar):
-        raise ConfigError(f"{sidecar}: is not of prepare_data, which would replace it; {way_out}")
+        raise ConfigError(f"{sidecar}: was not written by prepare_data, which would replace it; {fix_hint}")
 
     parts, folder = [f"{out}{end}" for end in FOLDER_ENDS]
-    names = names_in(parts, way_out)
+    names = names_in(parts, fix_hint)
     ids = f"{out}.bin"
     is_started = "plan" in names or os.path.lexists(sidecar)
     if os.path.lexists(ids) and not os.path.lexists(f"{out}.idx") and not is_started:
-        raise ConfigError(f"{ids}: is not of prepare_data, which would replace it; {way_out}")
+        raise ConfigError(f"{ids}: was not written by prepare_data, which would replace it; {fix_hint}")
     if "plan" not in names and names - STARTED:
-        raise ConfigError(f"{parts}: is not an unfinished run of prepare_data: it has no plan; {way_out}")
-    names_in(folder, way_out)
+        raise ConfigError(f"{parts}: is not an unfinished run of prepare_data: it has no plan; {fix_hint}")
+    names_in(folder, fix_hint)
     others = others_in(folder)
     if others and not is_sidecar(sidecar):
         raise ConfigError(f"{folder}: holds {others[0]}, which no copy of a tokenizer does, and prepare_data "
-                          f"would replace it; {way_out}")
+                          f"would replace it; {fix_hint}")
 
 
-def names_in(folder: str, way_out: str) -> set[str]:
+def names_in(folder: str, fix_hint: str) -> set[str]:
     """Return the names in a folder, if it exists. Raises ConfigError if it is a file."""
     if not os.path.lexists(folder):
         return set()
     if not os.path.isdir(folder):
-        raise ConfigError(f"{folder}: is not the folder that prepare_data makes; {way_out}")
+        raise ConfigError(f"{folder}: is not the folder that prepare_data makes; {fix_hint}")
     return set(os.listdir(folder))
 
 
@@ -307,20 +307,20 @@ def locked_folder(folder: str) -> Iterator[None]:
 def input_files(units: list[Unit]) -> list[Tree]:
     """Return path, size and sha256 of each input. The hash takes seconds, so it is left out beyond
     HASHED_BYTES in total, and for inputs that are not files."""
-    found: list[Tree] = []
+    results: list[Tree] = []
     bytes_left = HASHED_BYTES
     for path, kind in sorted({(piece.path, piece.kind) for unit in units for piece in unit}):
         if kind == "hf":
-            found.append({"path": path})
+            results.append({"path": path})
             continue
         size = os.path.getsize(path)
         bytes_left -= size
-        found.append({
+        results.append({
             "path": os.path.abspath(path),
             "bytes": size,
             "sha256": file_sha256(pathlib.Path(path)) if bytes_left >= 0 else None,
         })
-    return found
+    return results
 
 
 def unit_size(unit: Unit) -> int:
@@ -469,7 +469,7 @@ class ShardWriter:
         self._fault_point = fault_point
         self._eod = [np.array([tok.eod])] if job.append_eod else []
         self._slots = sys.maxsize if job.seq_len is None else job.seq_len + 1  # per sequence
-        self._dtype = dtype_of(tok.vocab)
+        self._dtype = get_dtype(tok.vocab)
         self._chat = job.chat_format(tok)
         has_template = isinstance(self._chat, TemplateChat)
         known = self._chat.check if has_template else None
@@ -606,7 +606,7 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
         def leave_out(piece_number: int, line: int, error: str) -> None:
             if not job.skip_bad:
                 location = documents.piece_location(unit[piece_number], line)
-                raise BadDocument(f"{location}: {error}; fix it, or leave out such records with --skip-bad")
+                raise BadDocument(f"{location}: {error}; fix it, or skip such records with --skip-bad")
             writer.counts.bad += 1
             if len(writer.counts.shown) < SHOWN:
                 writer.counts.shown.append((piece_number, line, error))
@@ -822,7 +822,7 @@ def check_lost(job: TokenizeJob, counts: Tree, text_bytes: int) -> None:
         share = f"{100 * lost / text_bytes:.3g} % of the text's bytes"
         unknown = f"{counts['unknown_tokens']:,} unknown tokens"
         raise ConfigError(f"--tokenizer: loses {lost:,} of {text_bytes:,} bytes ({share}; {unknown}), more "
-                          f"than --max-lost {job.max_lost:g} %; take one that keeps all text, such as bpe-N, "
+                          f"than --max-lost {job.max_lost:g} %; use one that keeps all text, such as bpe-N, "
                           "or raise --max-lost")
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from config import ConfigError
-from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, parts_of
+from data.chat import ChatFormat, ChatText, TemplateChat, chat_format, get_parts
 from data.contract import TOKENIZER_CONFIG, SpecialToken
 from data.conversation import ASSISTANT, BadConversation, Conversation, Message
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
@@ -53,10 +53,10 @@ def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
     if added is not None or wanted is None:
         return added
     if tok.contract.start is None:
-        way_out = f"name it as bos_token in {TOKENIZER_CONFIG} beside the tokenizer, or leave data.bos out"
+        fix_hint = f"name it as bos_token in {TOKENIZER_CONFIG} beside the tokenizer, or leave data.bos out"
         if not isinstance(tok, JsonTokenizer):  # no file next to it can name one
-            way_out = "leave data.bos out, or prepare the data with a tokenizer that has one, such as bpe-N"
-        raise ConfigError(f"data.bos: the tokenizer {tok.name} names no start token; {way_out}")
+            fix_hint = "leave data.bos out, or prepare the data with a tokenizer that has one, such as bpe-N"
+        raise ConfigError(f"data.bos: the tokenizer {tok.name} names no start token; {fix_hint}")
     return replace(tok.contract.start, named_by=("data.bos",))
 
 
@@ -112,18 +112,18 @@ class Prompts:
         if isinstance(self.format, TemplateChat):
             guarded = [self._guarded(message) for message in messages]
             try:
-                text = self.format.invite(guarded)
+                text = self.format.render_turn_start(guarded)
             except BadConversation as error:
                 raise ConfigError(f"the conversation: {error}") from None
             return self._control.encode(text)
 
         # plain format, in the parts used for training
         try:
-            chat = self.format.write(conversation_of(messages))
+            chat = self.format.write(make_conversation(messages))
         except BadConversation as error:
             raise ConfigError(f"the conversation: {error}") from None
         invited = ChatText(f"{chat.text}{ASSISTANT}: ", chat.spans)
-        parts = [invited.text[begin:stop] for begin, stop, _ in parts_of(invited)]
+        parts = [invited.text[begin:stop] for begin, stop, _ in get_parts(invited)]
         ids = np.concatenate(self.tok.encode_batch(parts)).tolist()
         return ids if self.start is None else [self.start.id, *ids]
 
@@ -173,7 +173,7 @@ class Prompts:
             return self.stops
         try:
             probe = [{"role": USER, "content": PROBE}, {"role": ASSISTANT, "content": PROBE}]
-            chat = self.format.write(conversation_of(probe))
+            chat = self.format.write(make_conversation(probe))
         except BadConversation:
             return self.stops
         closing = chat.text[slice(*chat.spans[-1])].rpartition(PROBE)[2] if chat.spans else ""
@@ -207,7 +207,7 @@ class Prompts:
         return {**message, "content": content}
 
 
-def conversation_of(messages: list[Message]) -> Conversation:
+def make_conversation(messages: list[Message]) -> Conversation:
     """Make a conversation in which every answer counts."""
     return Conversation(messages, counts=[message["role"] == ASSISTANT for message in messages])
 
@@ -240,7 +240,7 @@ class ControlReader:
         """Encode a text. Raises ConfigError if it contains a character that is used as a stand-in."""
         if any(stand_in in text for stand_in in self.stand_ins.values()):
             raise ConfigError("the prompt holds a character for private use, U+F0000 or one behind it, which "
-                              "stands for a control token; leave it out")
+                              "stands for a control token; remove it")
         replaced = self.pattern.sub(lambda match: self.stand_ins[match[0]], text)
         parts = replaced.split(GUARD) if self.cuts else [replaced.replace(GUARD, "")]
         encodings = self.processor.encode_batch(parts, add_special_tokens=False)
@@ -270,15 +270,15 @@ def control_reader(tok: JsonTokenizer) -> ControlReader:
     ids = {processor.token_to_id(stand_ins[text]): number for number, text in texts.items()}
     return ControlReader(
         processor=processor,
-        pattern=any_of(texts.values()),
-        special=any_of(texts[number] for number in tok.hidden & texts.keys()),
+        pattern=match_any(texts.values()),
+        special=match_any(texts[number] for number in tok.hidden & texts.keys()),
         stand_ins=stand_ins,
         ids=ids,
         cuts=tok.words is not None,
     )
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def match_any(texts: Iterable[str]) -> re.Pattern[str]:
     """Compile a pattern that matches the texts, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -160,7 +160,7 @@ def npy_layout(path: pathlib.Path) -> RawLayout:
         raise ConfigError(f"{path}: an array of {array.dtype.name} ({array.dtype.str}) holds no ids; save "
                           "little-endian whole numbers, such as ids.astype('<u2')")
     if array.ndim != 1 or not len(array):
-        raise ConfigError(f"{path}: an array of shape {array.shape}, where one row of ids is wanted; save "
+        raise ConfigError(f"{path}: an array of shape {array.shape}, where one row of ids is expected; save "
                           "ids.reshape(-1)")
     return RawLayout(array.dtype, array.offset)
 
@@ -184,7 +184,7 @@ def headerless_layout(path: pathlib.Path, start: bytes, stated: str | None, ids:
     if stated is None:
         for magic, kind in OTHER_FILES.items():
             if start.startswith(magic):
-                raise ConfigError(f"{path}: begins as a file of {kind}, not of ids; unpack it, or make ids "
+                raise ConfigError(f"{path}: looks like a file of {kind}, not of ids; unpack it, or make ids "
                                   "of it with scripts.prepare_data")
         if ids is not None and ids > WIDEST_U16:
             raise ConfigError(f"{path}: has no header that tells the width of its ids, and a vocabulary of "
@@ -207,14 +207,14 @@ def check_beginning(path: pathlib.Path) -> None:
     numbers = np.frombuffer(start[:len(start) // 4 * 4], "<i4")
     if len(start) == SHARD_HEADER_BYTES and numbers[:LEADING].any() and not numbers[LEADING:].any():
         said = ", ".join(map(str, numbers[:4]))
-        raise ConfigError(f"{path}: begins with a header that is not known ({said} ... and zeros); cut "
+        raise ConfigError(f"{path}: begins with an unknown header ({said} ... and zeros); cut "
                           "it off, or if these are ids state it with data.dtype uint16")
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:
         return
     if len(start) == SHARD_HEADER_BYTES and start.translate(None, CONTROL_BYTES) == start:
-        raise ConfigError(f"{path}: reads as text, not as ids; make ids of it with scripts.prepare_data, or "
+        raise ConfigError(f"{path}: looks like text, not ids; make ids of it with scripts.prepare_data, or "
                           "if it holds ids state it with data.dtype uint16")
 
 

@@ -49,7 +49,7 @@ def is_url(text: str | None) -> bool:
     return text is not None and URL.match(text) is not None
 
 
-def path_of_url(url: str) -> Path:
+def url_path(url: str) -> Path:
     """Map s3://bucket/a/b to s3/bucket/a/b, the path of a copy below a local folder. Raises ConfigError."""
     match = URL.match(url)
     if match is None:
@@ -173,7 +173,7 @@ class RemoteFolder:
             except FileNotFoundError as error:
                 if absent is not ...:
                     return absent
-                raise RemoteError(f"{place}: no such place in the store ({reason_of(error)})") from error
+                raise RemoteError(f"{place}: no such place in the store ({get_reason(error)})") from error
             except (PermissionError, RemoteError) as error:
                 raise as_remote_error(place, error) from error
             except Exception as error:
@@ -187,10 +187,10 @@ class RemoteFolder:
 def as_remote_error(place: str, error: Exception) -> RemoteError:
     if isinstance(error, RemoteError):
         return error
-    return RemoteError(f"{place}: the store fails: {reason_of(error)}")
+    return RemoteError(f"{place}: the store failed: {get_reason(error)}")
 
 
-def reason_of(error: Exception) -> str:
+def get_reason(error: Exception) -> str:
     """Return the class and the first words of another package's error, on one line."""
     text = " ".join(str(error).split())[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -211,7 +211,7 @@ def open_folder(url: str, key: str) -> RemoteFolder:
     `key` is the config key to name in messages. Raises ConfigError if the URL contains a password, or if the
     package for its protocol is not installed.
     """
-    protocol = str(path_of_url(url).parts[0])
+    protocol = str(url_path(url).parts[0])
     if PASSWORD.match(url.partition("://")[2]):
         raise ConfigError(
             f"{key}: a password must not be in a URL, which the run writes into its files; give it in the "
@@ -227,7 +227,7 @@ def open_folder(url: str, key: str) -> RemoteFolder:
     except ValueError as error:
         raise ConfigError(f"{key}: {url}: {one_line(error)}; write it like s3://bucket/folder") from None
     except Exception as error:  # some packages connect immediately
-        raise ConfigError(f"{key}: {url} cannot be reached: {reason_of(error)}; {CHECK}") from error
+        raise ConfigError(f"{key}: {url} cannot be reached: {get_reason(error)}; {CHECK}") from error
     return RemoteFolder(url.rstrip("/"), filesystem, path.rstrip("/"))
 
 

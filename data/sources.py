@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from config import sequences_seen
-from config.reading import Phase, Phases, span_of
+from config.reading import Phase, Phases, shuffle_span
 from data import blend
 from data.best_fit import PackedSampler, pack_ranges
 from data.sampler import SpanSampler, WindowSampler
@@ -79,7 +79,7 @@ class SourceStart:
     def packed_sampler(self, documents: np.ndarray, seed: int) -> PackedSampler:
         """Make the sampler of this stretch with data.pack best_fit. `documents` int64 [n, 2] are the split's,
         and `seed` is the source's."""
-        def sampler_of(stretch: Stretch) -> PackedSampler:
+        def make_sampler(stretch: Stretch) -> PackedSampler:
             whole = pack_ranges(documents, stretch.seq_len)
             rest = whole if unread is None else pack_ranges(unread, stretch.seq_len)
             return PackedSampler(rest, whole, epoch, seed)
@@ -87,8 +87,8 @@ class SourceStart:
         epoch, unread = 0, None
         for stretch in self.before:
             assert stretch.samples is not None  # its phases have ended
-            epoch, unread = sampler_of(stretch).unread(stretch.samples)
-        return sampler_of(self.now)
+            epoch, unread = make_sampler(stretch).unread(stretch.samples)
+        return make_sampler(self.now)
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,17 @@ class PhaseReading:
 def read_phases(phases: Phases) -> list[PhaseReading]:
     """Return the data of each phase of a run. Raises ConfigError if a data.path cannot be parsed."""
     blends = [blend.parse_blend(phase.cfg.data.path) for phase in phases.all]
-    sources_of = [named_sources(paths) for _, paths in blends]
+    char_sources = [named_sources(paths) for _, paths in blends]
     numbers: dict[Source, int] = {}
-    for sources in sources_of:
+    for sources in char_sources:
         for source in sources:
             numbers.setdefault(source, len(numbers))
 
     before = sequences_before_phases(phases)
-    segments = segments_of(phases)
+    segments = assign_segments(phases)
     stretches: dict[Source, list[Stretch]] = {source: [] for source in numbers}
     places: list[dict[Source, tuple[int, int]]] = []  # for each phase: {source: (stretch, samples before)}
-    for phase, (mix, _), sources in zip(phases.all, blends, sources_of):
+    for phase, (mix, _), sources in zip(phases.all, blends, char_sources):
         places.append({})
         first = before[phase.number - 1]
         following = phases.after(phase)
@@ -139,11 +139,12 @@ def read_phases(phases: Phases) -> list[PhaseReading]:
             end = first + sequences_seen(phase.cfg.train, steps)
             counts = [late - early for early, late in zip(mix.drawn(first), mix.drawn(end))]
         for source, count in zip(sources, counts):
-            here = Stretch(segments[phase.number - 1], span_of(phases, phase), phase.cfg.train.seq_len, count)
+            here = Stretch(segments[phase.number - 1], shuffle_span(phases, phase), phase.cfg.train.seq_len,
+                           count)
             places[-1][source] = extend(stretches[source], here)
 
     readings: list[PhaseReading] = []
-    for phase, (mix, paths), sources in zip(phases.all, blends, sources_of):
+    for phase, (mix, paths), sources in zip(phases.all, blends, char_sources):
         first = before[phase.number - 1]
         starts: list[SourceStart] = []
         for source, drawn in zip(sources, mix.drawn(first)):
@@ -180,7 +181,7 @@ def extend(stretches: list[Stretch], here: Stretch) -> tuple[int, int]:
     return len(stretches) - 1, last.samples
 
 
-def segments_of(phases: Phases) -> list[int]:
+def assign_segments(phases: Phases) -> list[int]:
     """Return a segment number for each phase, equal for consecutive phases with the same sequence length."""
     found = [0]
     for phase, following in zip(phases.all, phases.all[1:]):

@@ -145,7 +145,7 @@ def with_starts(index: IndexedDataset, tok: Tokenizer | None, wanted: bool | Non
     return StartedDocuments(index, start.id)
 
 
-def files_of(index: Index) -> IndexedDataset:
+def underlying_files(index: Index) -> IndexedDataset:
     """Return the underlying files of an index."""
     return index.files if isinstance(index, StartedDocuments) else index
 

@@ -97,13 +97,13 @@ class Content(NamedTuple):
     answer: int
 
 
-def text_of(item: Item, key: str) -> str:
+def get_text(item: Item, key: str) -> str:
     if not isinstance(item[key], str):
         raise ValueError(f"{key} must be a text, and is {type(item[key]).__name__}")
     return item[key]
 
 
-def texts_of(item: Item, key: str) -> list[str]:
+def get_texts(item: Item, key: str) -> list[str]:
     """Return a list of at least two texts."""
     value = item[key]
     if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) for text in value):
@@ -111,7 +111,7 @@ def texts_of(item: Item, key: str) -> list[str]:
     return value
 
 
-def index_of(item: Item, key: str, count: int) -> int:
+def get_index(item: Item, key: str, count: int) -> int:
     """Return an index into `count` choices, given as a number or its digits."""
     value = item[key]
     if isinstance(value, str) and value.isdecimal():
@@ -126,32 +126,32 @@ def choices(context: str, continuations: list[str], answer: int) -> Content:
 
 
 def read_choices(item: Item) -> Content:
-    endings = texts_of(item, "choices")
-    return choices(text_of(item, "context"), endings, index_of(item, "answer", len(endings)))
+    endings = get_texts(item, "choices")
+    return choices(get_text(item, "context"), endings, get_index(item, "answer", len(endings)))
 
 
 def read_core_choices(item: Item) -> Content:
-    endings = texts_of(item, "choices")
-    return choices(text_of(item, "query"), endings, index_of(item, "gold", len(endings)))
+    endings = get_texts(item, "choices")
+    return choices(get_text(item, "query"), endings, get_index(item, "gold", len(endings)))
 
 
 def read_schema(item: Item) -> Content:
-    contexts = texts_of(item, "context_options")
-    ending = text_of(item, "continuation")
-    answer = index_of(item, "gold", len(contexts))
+    contexts = get_texts(item, "context_options")
+    ending = get_text(item, "continuation")
+    answer = get_index(item, "gold", len(contexts))
     return Content([Option(context, ending) for context in contexts], answer)
 
 
 def read_continuation(item: Item) -> Content:
-    return Content([Option(text_of(item, "context").strip(), text_of(item, "continuation"))], 0)
+    return Content([Option(get_text(item, "context").strip(), get_text(item, "continuation"))], 0)
 
 
 def read_hellaswag(item: Item) -> Content:
-    endings = [plain_wikihow(text) for text in texts_of(item, "endings")]
-    context = text_of(item, "ctx")
+    endings = [plain_wikihow(text) for text in get_texts(item, "endings")]
+    context = get_text(item, "ctx")
     if "activity_label" in item:
-        context = f"{text_of(item, 'activity_label')}: {context}"
-    return choices(plain_wikihow(context), endings, index_of(item, "label", len(endings)))
+        context = f"{get_text(item, 'activity_label')}: {context}"
+    return choices(plain_wikihow(context), endings, get_index(item, "label", len(endings)))
 
 
 def plain_wikihow(text: str) -> str:
@@ -161,26 +161,26 @@ def plain_wikihow(text: str) -> str:
 
 
 def read_piqa(item: Item) -> Content:
-    endings = [text_of(item, "sol1"), text_of(item, "sol2")]
-    return choices(question(text_of(item, "goal")), endings, index_of(item, "label", 2))
+    endings = [get_text(item, "sol1"), get_text(item, "sol2")]
+    return choices(question(get_text(item, "goal")), endings, get_index(item, "label", 2))
 
 
 def read_winogrande(item: Item) -> Content:
     """Partial evaluation (arXiv 1806.02847): score the text after the gap, with each name in the gap."""
-    start, gap, end = text_of(item, "sentence").partition("_")
+    start, gap, end = get_text(item, "sentence").partition("_")
     if not gap:
         raise ValueError("sentence has no _ for the option")
     if item["answer"] not in ("1", "2", 1, 2):
         raise ValueError(f"answer must be 1 or 2, and is {item['answer']!r}")
-    names = [text_of(item, "option1"), text_of(item, "option2")]
+    names = [get_text(item, "option1"), get_text(item, "option2")]
     return Content([Option(start + name, end) for name in names], int(item["answer"]) - 1)
 
 
 def read_boolq(item: Item) -> Content:
     if not isinstance(item["answer"], bool):
         raise ValueError(f"answer must be true or false, and is {item['answer']!r}")
-    asked = text_of(item, "question").removesuffix("?")
-    context = f"{text_of(item, 'passage')}\n{question(f'{asked}?')}"
+    asked = get_text(item, "question").removesuffix("?")
+    context = f"{get_text(item, 'passage')}\n{question(f'{asked}?')}"
     return choices(context, ["no", "yes"], int(item["answer"]))
 
 
@@ -193,26 +193,26 @@ def read_arc(item: Item) -> Content:
         found = {key: [one.get(key) for one in found if isinstance(one, dict)] for key in ("text", "label")}
     if not isinstance(asked, str) or not isinstance(found, dict):
         raise ValueError("question and choices are not as in ARC")
-    endings, labels = texts_of(found, "text"), texts_of(found, "label")
+    endings, labels = get_texts(found, "text"), get_texts(found, "label")
     if item["answerKey"] not in labels or len(labels) != len(endings):
-        raise ValueError(f"answerKey {item['answerKey']!r} is none of the labels {', '.join(labels)}")
+        raise ValueError(f"answerKey {item['answerKey']!r} is not one of the labels {', '.join(labels)}")
     return choices(question(asked), endings, labels.index(item["answerKey"]))
 
 
 def read_mmlu(item: Item) -> Content:
     """Put the answers in the prompt, and score their letters."""
-    endings = texts_of(item, "choices")
+    endings = get_texts(item, "choices")
     letters = list(LETTERS[:len(endings)])
     answer = letters.index(item["answer"]) if item["answer"] in letters else None
     if answer is None:
-        answer = index_of(item, "answer", len(endings))
+        answer = get_index(item, "answer", len(endings))
     listed = "".join(f"\n{letter}. {ending}" for letter, ending in zip(letters, endings))
-    return choices(f"{text_of(item, 'question').strip()}{listed}\nAnswer:", letters, answer)
+    return choices(f"{get_text(item, 'question').strip()}{listed}\nAnswer:", letters, answer)
 
 
 def read_lambada(item: Item) -> Content:
     """Score the last word (arXiv 1606.06031)."""
-    start, _, word = text_of(item, "text").strip().rpartition(" ")
+    start, _, word = get_text(item, "text").strip().rpartition(" ")
     if not start:
         raise ValueError("text has one word, and nothing before it")
     return Content([Option(start, word)], 0)
@@ -267,7 +267,7 @@ def read_tasks(
     names = [task.name for task in tasks]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"{key}: two tasks are called {twice[0]}; rename a file, or leave one out")
+        raise ConfigError(f"{key}: two tasks are named {twice[0]}; rename a file, or leave one out")
     return tasks
 
 
@@ -329,7 +329,7 @@ def read_examples(path: Path) -> list[Example]:
                 raise ConfigError(f"{place}: {error}") from None
             has_choices = len(example.options) > 1
             if examples and has_choices != (len(examples[0].options) > 1):
-                raise ConfigError(f"{place}: choices and continuations in one file; divide it")
+                raise ConfigError(f"{place}: choices and continuations in one file; split it")
             examples.append(example)
     if not examples:
         raise ConfigError(f"{path}: has no examples")
@@ -358,7 +358,7 @@ def read_example(line: bytes, place: str) -> Example:
         "".join(text for option in content.options for text in option).encode()
     except UnicodeEncodeError:
         raise ValueError("half a character (a lone surrogate)") from None
-    delimiter = text_of(item, "delimiter") if "delimiter" in item else None
+    delimiter = get_text(item, "delimiter") if "delimiter" in item else None
     return Example(tuple(content.options), content.answer, place, delimiter)
 
 

@@ -206,7 +206,7 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
         found = [path / name for name in OWN_FILES if (path / name).exists()]
         if not found:
             raise ConfigError(f"{path}: holds no tokenizer.json, tokenizer.model or tokenizer.bytes"
-                              f"{way_to_json(path)}")
+                              f"{json_hint(path)}")
         path = found[0]
     if str(spec) == "bytes" or path.name == "tokenizer.bytes":
         if eod not in (None, str(BYTES_CONTRACT.end.id), BYTES_CONTRACT.end.text):
@@ -216,18 +216,19 @@ def load_tokenizer(spec: pathlib.Path | str, eod: str | None = None) -> Tokenize
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"tokenizer {spec}: {error.strerror}; {way_to_tokenizer(str(spec))}") from None
+        raise ConfigError(f"tokenizer {spec}: {error.strerror}; {tokenizer_hint(str(spec))}") from None
 
     for pattern, kind in OTHER_TOKENIZERS.items():
         if pattern.match(content):
-            raise ConfigError(f"{path}: is {kind}, which is not read; give a tokenizer.json with the same "
-                              "ids: that of the model at the hub, or what transformers' AutoTokenizer saves")
+            raise ConfigError(f"{path}: is {kind}, which is not supported; give a tokenizer.json with the "
+                              "same ids: that of the model at the hub, or what transformers' AutoTokenizer "
+                              "saves")
     beside = read_files(path.parent)
     load = load_json if path.suffix == ".json" else load_sentencepiece
     return load(path, content, beside, eod)
 
 
-def way_to_tokenizer(spec: str) -> str:
+def tokenizer_hint(spec: str) -> str:
     """Suggest what to use instead of a missing tokenizer."""
     if bpe_pieces(spec):
         return "bpe-N is for data.path stdlib and for prepare_data"
@@ -242,7 +243,7 @@ def way_to_tokenizer(spec: str) -> str:
     return f"{hint}; that of a model at the hub is such a folder after python -c {shlex.quote(code)}"
 
 
-def way_to_json(folder: pathlib.Path) -> str:
+def json_hint(folder: pathlib.Path) -> str:
     """Suggest how to get a tokenizer.json for a folder with a vocabulary and merges, or "" if it has none."""
     files = [folder / "vocab.json", folder / "merges.txt"]
     if not all(file.exists() for file in files):
@@ -278,8 +279,8 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
     vocabulary = Vocabulary(
         path=path,
         size=vocab,
-        id_of=lambda name: piece_id(processor, name),
-        text_of=lambda number: processor.id_to_piece(number) if 0 <= number < vocab else None,
+        get_id=lambda name: piece_id(processor, name),
+        get_text=lambda number: processor.id_to_piece(number) if 0 <= number < vocab else None,
     )
     settings = contract.read_settings(path.parent, beside)
     end = contract.end_token(vocabulary, settings, processor.eos_id(), eod)
@@ -303,7 +304,7 @@ def load_sentencepiece(path: pathlib.Path, content: bytes, beside: dict[str, byt
         ),
         model=content,
         processor=processor,
-        files=files if eod is None else contract.settled(files, end),
+        files=files if eod is None else contract.set_end_token(files, end),
     )
 
 
@@ -364,8 +365,8 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
     vocabulary = Vocabulary(
         path=path,
         size=max(ids, default=-1) + 1,  # some files skip ids, so there are fewer
-        id_of=processor.token_to_id,
-        text_of=lambda number: processor.id_to_token(number) if number >= 0 else None,
+        get_id=processor.token_to_id,
+        get_text=lambda number: processor.id_to_token(number) if number >= 0 else None,
     )
     settings = contract.read_settings(path.parent, beside)
     end = contract.end_token(vocabulary, settings, None, eod)
@@ -396,7 +397,7 @@ def load_json(path: pathlib.Path, content: bytes, beside: dict[str, bytes],
             control=control,
             model_vocab=settings.get("config.json", {}).get("vocab_size"),
         ),
-        files=files if eod is None else contract.settled(files, end),
+        files=files if eod is None else contract.set_end_token(files, end),
         processor=processor,
         hidden=hidden,
     )

@@ -97,10 +97,10 @@ def template_files(folder: pathlib.Path) -> list[str]:
 
 def has_template(files: dict[str, bytes]) -> bool:
     """Return whether these files include a chat template, valid or not."""
-    return templates_of(files) != {}
+    return load_templates(files) != {}
 
 
-def templates_of(files: dict[str, bytes]) -> dict[str, str] | None:
+def load_templates(files: dict[str, bytes]) -> dict[str, str] | None:
     """Return {name: template} from find_templates, or None if the files are rejected."""
     try:
         return {name: template.source for name, template in find_templates(files).by_name.items()}
@@ -133,7 +133,7 @@ def find_templates(files: dict[str, bytes]) -> ChatTemplates:
 
 def of_jinja_files(files: dict[str, bytes]) -> dict[str, ChatTemplate]:
     """Return the templates in separate files."""
-    found: list[tuple[str, ChatTemplate]] = []
+    results: list[tuple[str, ChatTemplate]] = []
     for file in sorted(files, reverse=True):
         folder, _, name = file.rpartition("/")
         name = name.removesuffix(".jinja")
@@ -141,8 +141,8 @@ def of_jinja_files(files: dict[str, bytes]) -> dict[str, ChatTemplate]:
             name = DEFAULT
         elif folder != MORE_TEMPLATES:
             continue
-        found.append((name, ChatTemplate(text_of(files[file], file), file)))
-    return by_name(found)
+        results.append((name, ChatTemplate(get_text(files[file], file), file)))
+    return by_name(results)
 
 
 def of_json(file: str, files: dict[str, bytes]) -> dict[str, ChatTemplate]:
@@ -163,13 +163,13 @@ def of_json(file: str, files: dict[str, bytes]) -> dict[str, ChatTemplate]:
     if isinstance(said, list):
         entries = [(entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
                    for entry in said]
-    found: list[tuple[str, ChatTemplate]] = []
+    results: list[tuple[str, ChatTemplate]] = []
     for name, source in entries if isinstance(said, (dict, list)) else [(None, None)]:
         if not isinstance(name, str) or not isinstance(source, str):
             raise ConfigError(f"{place}: is neither text nor a list of names and templates; repair it")
         where = place if said == {DEFAULT: source} else f"{name!r} of {place}"
-        found.append((name, ChatTemplate(source, where)))
-    return by_name(found)
+        results.append((name, ChatTemplate(source, where)))
+    return by_name(results)
 
 
 def by_name(found: Iterable[tuple[str, ChatTemplate]]) -> dict[str, ChatTemplate]:
@@ -183,7 +183,7 @@ def by_name(found: Iterable[tuple[str, ChatTemplate]]) -> dict[str, ChatTemplate
     return named
 
 
-def text_of(content: bytes, file: str) -> str:
+def get_text(content: bytes, file: str) -> str:
     """Decode a file, with universal newlines like Python's open. Raises ConfigError."""
     try:
         return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()

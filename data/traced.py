@@ -102,18 +102,18 @@ class TracedText(str):
     def replace(self, old: str, new: str, count: Any = -1) -> str:
         if not old:
             return super().replace(old, new, count)
-        return TracedText(new, sources_of(new)).join(self.split(old, count))
+        return TracedText(new, char_sources(new)).join(self.split(old, count))
 
     def _located(self, parts: Iterable[str], separator: str | None) -> list[str]:
         """Return the parts of this text with their sources, split at `separator` or at white space."""
         place = 0
-        found: list[str] = []
+        results: list[str] = []
         for part in parts:
             if separator is None:
                 place = self.find(part, place)
-            found.append(self[place:place + len(part)])
+            results.append(self[place:place + len(part)])
             place += len(part) + len(separator or "")
-        return found
+        return results
 
     # ---- letters -------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ def source_mark(number: int) -> str:
     return chr(number + 1)
 
 
-def sources_of(text: str) -> str:
+def char_sources(text: str) -> str:
     """Return the source of each character."""
     return text.sources if isinstance(text, TracedText) else TEMPLATE * len(text)
 
@@ -150,7 +150,7 @@ def joined(parts: Iterable[object]) -> str:
     whole = "".join(texts)
     if not any(isinstance(text, TracedText) for text in texts):
         return whole
-    return TracedText(whole, "".join(map(sources_of, texts)))
+    return TracedText(whole, "".join(map(char_sources, texts)))
 
 
 def traced_json(value: object, **options: Any) -> str:
@@ -261,7 +261,7 @@ def render(template: "jinja2.Template", variables: dict[str, Any]) -> TracedRend
             length += len(chunk)
             continue
 
-        chunk_sources = sources_of(chunk)
+        chunk_sources = char_sources(chunk)
         place = 0  # in the chunk
         for number, part in enumerate(MARK.split(chunk) if "\0" in chunk else (chunk,)):
             if number % 2:
@@ -353,7 +353,7 @@ def traced_environment() -> "jinja2.Environment":
         def call(__self, __context: Any, __called: Any, *args: Any, **kwargs: Any) -> Any:
             of = getattr(__called, "__self__", None)
             if type(of) is str and getattr(__called, "__name__", "") in STR_METHODS:
-                __called = getattr(TracedText(of, sources_of(of)), __called.__name__)
+                __called = getattr(TracedText(of, char_sources(of)), __called.__name__)
             return super().call(__context, __called, *args, **kwargs)
 
     def refuse(message: str) -> None:
@@ -365,7 +365,7 @@ def traced_environment() -> "jinja2.Environment":
     def join_texts(values: Iterable[Any], separator: str = "", attribute: str | int | None = None) -> str:
         if attribute is not None:
             values = [made.getitem(value, attribute) for value in values]
-        return TracedText(separator, sources_of(separator)).join(map(str, values))
+        return TracedText(separator, char_sources(separator)).join(map(str, values))
 
     made = TracedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     made.filters.update(tojson=to_json, join=join_texts, _traced_concat=joined)

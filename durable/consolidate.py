@@ -14,40 +14,40 @@ from checkpoint.disk.files import TORCH
 from parallel.sharding.boxes import Box, uncovered_boxes
 
 
-def each_element_once(shards: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
+def assign_boxes_once(shards: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
     """Return {saved rank: boxes to take from its shard}; the first shard that holds an element provides it.
 
     `shards` is {saved rank: the boxes of its shard}.
     """
     taken: dict[str, list[Box]] = defaultdict(list)
-    found: dict[int, list[Box]] = {}
+    result: dict[int, list[Box]] = {}
     for saved in sorted(shards):
-        found[saved] = []
+        result[saved] = []
         for box in shards[saved]:
-            found[saved] += uncovered_boxes(box, taken[box.key])
+            result[saved] += uncovered_boxes(box, taken[box.key])
             taken[box.key].append(box)
-    return found
+    return result
 
 
-def boxes_of(index: store.StoredIndex) -> list[Box]:
+def get_boxes(index: store.StoredIndex) -> list[Box]:
     """Return the boxes of a shard."""
     return [piece.box for piece in index.pieces]
 
 
-def bytes_of(index: store.StoredIndex, boxes: Sequence[Box]) -> int:
+def get_bytes(index: store.StoredIndex, boxes: Sequence[Box]) -> int:
     """Return the number of bytes in these boxes of a shard."""
-    dtypes = dtypes_of(index)
+    dtypes = get_dtypes(index)
     return sum(box.volume * dtypes[box.key].itemsize for box in boxes)
 
 
 def read_boxes(index: store.StoredIndex, boxes: Sequence[Box]) -> list[store.Piece]:
     """Read and verify these boxes of a shard as [(box, values)]. Raises IntegrityError."""
-    dtypes = dtypes_of(index)
+    dtypes = get_dtypes(index)
     pieces = [(box, torch.empty(box.size, dtype=dtypes[box.key])) for box in boxes]
     store.load(index, pieces, strict=False)
     return pieces
 
 
-def dtypes_of(index: store.StoredIndex) -> dict[str, torch.dtype]:
+def get_dtypes(index: store.StoredIndex) -> dict[str, torch.dtype]:
     """Return {key: dtype of its values}."""
     return {piece.box.key: TORCH[piece.dtype] for piece in index.pieces}

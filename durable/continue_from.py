@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from checkpoint import remote, state
 from checkpoint.disk import store
 from config import Config, ConfigError, is_due
-from config.reading import phases_of, saved_config
+from config.reading import get_phases, saved_config
 from data.remote import RemoteError
 from durable import mirror
 from durable.restarts import MEMORY_RECORD
-from optim.lr import learning_rate_of_run, schedules_of
+from optim.lr import get_rate_schedules, learning_rate_of_run
 from parallel.wire import comm
 from parallel.wire.world import World
 from runtime import failure, lines, setup
@@ -36,7 +36,7 @@ def open_memory(
     everyone = world.all_ranks()
     if cfg.checkpoint.memory_every is None:
         record = folder / MEMORY_RECORD
-        has_some = state.first_rank_does(
+        has_some = state.run_on_first_rank(
             lambda: os.path.lexists(record), everyone, cfg.checkpoint.timeout_s
         )
         if not has_some:
@@ -114,7 +114,7 @@ def is_evaluation_missing(
     was_due = is_end or is_due(cfg.eval.every, step)
     if step == 0 or not was_due:
         return False
-    return folder is None or state.first_rank_does(lambda: step not in evaluated_steps(folder), everyone)
+    return folder is None or state.run_on_first_rank(lambda: step not in evaluated_steps(folder), everyone)
 
 
 def evaluated_steps(folder: Path) -> set[int]:
@@ -129,13 +129,13 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
         return []
     meta, step = start.resumed.meta, start.step
     try:
-        before, horizon = phases_of(saved_config(meta["config"])), state.horizon_in(meta)
+        before, horizon = get_phases(saved_config(meta["config"])), state.horizon_in(meta)
     except ConfigError:  # written by another version with different keys
         return []
     if horizon is None:
         return []
-    old = learning_rate_of_run(schedules_of(before, horizon), step)
+    old = learning_rate_of_run(get_rate_schedules(before, horizon), step)
     if math.isclose(old, run.learning_rate(step), rel_tol=1e-9):
         return []
     after = run.learning_rate(min(step + 1, run.steps))
-    return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings have another schedule"]
+    return [f"the learning rate jumps from {old:.2e} to {after:.2e}: these settings use a different schedule"]

@@ -43,27 +43,27 @@ class Delivery:
     folder: Path
 
 
-def manifest_of(folder: Path) -> Manifest:
+def build_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint folder. Raises IntegrityError for anything except its regular
     files."""
-    found: Manifest = {}
+    result: Manifest = {}
     try:
         for path in sorted(folder.iterdir()):
             status = path.lstat()
             if not stat.S_ISREG(status.st_mode):
                 raise IntegrityError(f"{path}: not a regular file")
-            found[path.name] = status.st_size
+            result[path.name] = status.st_size
     except OSError as error:
         raise IntegrityError(f"{folder}: {error.strerror or error}") from error
-    check_names(folder, found)
-    return found
+    check_names(folder, result)
+    return result
 
 
 def check_names(folder: Path, manifest: Manifest) -> None:
     """Raise IntegrityError unless every name is that of a checkpoint file."""
     for name in manifest:
         if name not in SMALL_FILES and not SHARD.fullmatch(name):
-            raise IntegrityError(f"{folder}: {name!r} is no file of a checkpoint")
+            raise IntegrityError(f"{folder}: {name!r} is not a file of a checkpoint")
 
 
 def deliver(
@@ -123,7 +123,7 @@ class OutgoingFolder:
         try:
             with open_shard(path) as fd:
                 if not read_into(fd, start, chunk.numpy()):
-                    raise IntegrityError(f"{path}: has become shorter")
+                    raise IntegrityError(f"{path}: shrank while it was copied")
         except (IntegrityError, StorageError) as error:
             self.error = error
 

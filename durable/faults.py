@@ -18,13 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from config import ConfigError
-from parallel.extras import Extra, StepResult
+from parallel.extras import Gradients, StepExtra
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
@@ -81,7 +82,7 @@ def parse_one(text: str) -> Fault:
         numbers = {key: int(value) for key, value in values.items()}
         return Fault(point, action, float(seconds or 0), **numbers)
     except ValueError:
-        raise ConfigError(f"FAULT: a number in {text!r} does not read as one") from None
+        raise ConfigError(f"FAULT: a number in {text!r} is not valid") from None
 
 
 class FaultInjector:
@@ -132,19 +133,21 @@ class FaultInjector:
             raise MemoryError(f"injected at {fault.point}, step {step}")
 
 
-class Faults(Extra):
+class Faults(StepExtra):
     """The fault points of the loop. observe: the injector, or an observer, which may also return actions."""
 
     def __init__(self, observe: FaultHook) -> None:
         self.observe = observe
         self.has_read = False  # whether the read point has fired, so that a recomputed step skips it
+        self.seen: dict[str, Tensor] = {}  # loss, norm and verdict of the step
+
+    def on_resume(self, run: Any, step: int) -> None:
+        if run.loader is not None:
+            run.loader.before_read = partial(self.observe, "step.load")
 
     def before_step(self, run: Any, step: int) -> None:
         self.has_read = False
         self.observe("step.begin", step)
-
-    def before_read(self, run: Any, step: int) -> None:
-        self.observe("step.load", step)
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         if not self.has_read:
@@ -155,11 +158,14 @@ class Faults(Extra):
     def gradients_ready(self, run: Any, step: int) -> None:
         disturb_grads(run.buckets, fault=self.observe("step.backward", step))
 
-    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
-        self.observe("step.end", step, loss=result.loss, norm=result.grad_norm, ok=result.is_good)
+    def judge(
+        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
+    ) -> Tensor:
+        self.seen = {"loss": gradients.loss, "norm": gradients.norm, "ok": good}
+        return good
 
-    def step_logged(self, run: Any, step: int) -> None:
-        self.observe("step.logged", step)
+    def after_step(self, run: Any, step: int) -> None:
+        self.observe("step.end", step, **self.seen)
 
     def evaluated(self, run: Any, step: int, *, loss: float | None, ids: list[int]) -> None:
         self.observe("eval.end", step, loss=loss, ids=ids)

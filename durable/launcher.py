@@ -23,11 +23,11 @@ from durable import restarts
 from durable.relay import SignalRelay
 from durable.spares import Spares
 from parallel.wire.world import launcher_store
-from runtime.processes import catches, dying_with, print_error
+from runtime.processes import death_signal_setter, handles_signal, print_error
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 FAILURE_SECONDS = 30.0  # from the first failure until the remaining ranks are killed
-LINGER_SECONDS = 30.0  # how long node 0 keeps the store for other nodes after its own ranks ended
+STORE_GRACE_SECONDS = 30.0  # how long node 0 keeps the store for other nodes after its own ranks ended
 POLL_SECONDS = 0.05
 
 
@@ -225,7 +225,7 @@ def run_ranks(
             watch.relay.add(processes[rank])
         store = None if listener is None else launcher_store(node.host, node.port, listener)
         ends = wait_for_ranks(processes, watch)
-        linger(node, store, watch.relay)
+        keep_store_alive(node, store, watch.relay)
         return ends
     finally:
         kill(processes)
@@ -246,7 +246,7 @@ def start_rank(
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches it once, from here
-        preexec_fn=dying_with(os.getpid()),
+        preexec_fn=death_signal_setter(os.getpid()),
     )
 
 
@@ -284,7 +284,7 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
         if watch.spares is not None and deadline is None and not ends:
             are_training = are_training or all(map(can_stop, processes.values()))
             if are_training:
-                watch.spares.tend()
+                watch.spares.replace_missing()
 
         # stop for a restart with more ranks
         is_time_over = watch.stop_after is not None and now > started + watch.stop_after
@@ -306,7 +306,7 @@ def can_stop(process: subprocess.Popen[bytes]) -> bool:
 
     Without /proc this is unknown, and assumed.
     """
-    return catches(process.pid, signal.SIGUSR1) is not False
+    return handles_signal(process.pid, signal.SIGUSR1) is not False
 
 
 def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
@@ -318,7 +318,7 @@ def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def linger(node: Node, store: Any, relay: SignalRelay) -> None:
+def keep_store_alive(node: Node, store: Any, relay: SignalRelay) -> None:
     """Keep the store of node 0 alive until the other nodes have reported there that their ranks ended."""
     num_nodes = node.nodes_with_ranks()
     if num_nodes == 1 or not node.ranks():
@@ -328,7 +328,7 @@ def linger(node: Node, store: Any, relay: SignalRelay) -> None:
         if store is None:
             launcher_store(node.host, node.port).add("nodes_ended", 1)
             return
-        deadline = time.monotonic() + LINGER_SECONDS
+        deadline = time.monotonic() + STORE_GRACE_SECONDS
         while store.add("nodes_ended", 0) < num_nodes - 1 and time.monotonic() < deadline:
             if relay.is_impatient:
                 break
@@ -422,7 +422,7 @@ def choose_places(
     least = span.least or span.most
     sound = tuple(place for place in range(span.most) if place not in wrong)
     if len(sound) < least:
-        raise ConfigError(f"--nproc: fewer than {least} places of this node compute as they should")
+        raise ConfigError(f"--nproc: fewer than {least} places of this node compute correctly")
     remaining = tuple(place for place in sound if place not in left_out)
     if len(remaining) >= least:
         with contextlib.suppress(ConfigError):
@@ -494,7 +494,7 @@ def run_elastic(
             break
         elif not progress.allows_restart(restarts.progress(run)):
             print_error(
-                f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "
+                f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row produced no newer checkpoint: "
                 "the job ends"
             )
             return code
@@ -510,7 +510,7 @@ def run_elastic(
             return code
         restart += 1
         done = steps_done(cfg)
-        change = f"{elastic.in_words(cfg, len(before), done)} -> {elastic.in_words(cfg, len(places), done)}"
+        change = f"{elastic.to_text(cfg, len(before), done)} -> {elastic.to_text(cfg, len(places), done)}"
         print_error(restart_line(restart, restarts.progress(run), change) + without_places(left_out, wrong))
     if has_run:
         leave_reason(run, STOPPED_EARLY, f"{relay.first_name()} received between two starts")
@@ -565,7 +565,7 @@ def used_line(used: int, most: int) -> str:
 
 def stop_without_ranks(relay: SignalRelay, has_run: bool = False) -> int:
     """Return the exit code of a job stopped by a signal while no rank ran, so there is nothing to save."""
-    which, effect = ("next", "goes on") if has_run else ("first", "starts it")
+    which, effect = ("next", "resumes") if has_run else ("first", "starts it")
     print_error(
         f"launch: {relay.first_name()} before the {which} start: the job ends with code {STOPPED_EARLY}; "
         f"the same command {effect}"
@@ -628,11 +628,13 @@ def check_elastic_options(options: argparse.Namespace) -> None:
         )
     if options.regrow is not None and not is_elastic:
         raise ConfigError(
-            f"--regrow: goes with --nproc MIN:MAX, as 1:{options.nproc.most}; without it no place is left out"
+            f"--regrow: goes with --nproc MIN:MAX, such as 1:{options.nproc.most}; without it no place is "
+            "left out"
         )
     if options.spares is not None and not is_elastic:
         raise ConfigError(
-            f"--spares: goes with --nproc MIN:MAX, as 1:{options.nproc.most}; without it nothing starts again"
+            f"--spares: goes with --nproc MIN:MAX, such as 1:{options.nproc.most}; without it nothing starts "
+            "again"
         )
     if options.spares is not None and not 0 <= options.spares <= options.nproc.most:
         raise ConfigError(f"--spares: at most one for each place, 0 to {options.nproc.most}")

@@ -52,11 +52,11 @@ from checkpoint.disk.files import (
 )
 from checkpoint.disk.saver import writer_threads
 from checkpoint.disk.together import Ranks
-from checkpoint.state import StartingPoint, choose_together, ranks_of
+from checkpoint.state import StartingPoint, choose_together, make_ranks
 from config import CheckpointConfig, Config, ConfigError, Tree
-from config.reading import phases_of
+from config.reading import get_phases
 from durable import consolidate
-from durable.copies import Delivery, Manifest, deliver, manifest_of
+from durable.copies import Delivery, Manifest, build_manifest, deliver
 from parallel.sharding.boxes import Box, from_rows, to_rows
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError
@@ -133,11 +133,11 @@ class Nodes:
         names = self.names()
         place = names.index(self.hosts[rank])
         position = self.ranks_on(self.hosts[rank]).index(rank)
-        found: list[int] = []
+        results: list[int] = []
         for distance in range(1, copies + 1):
             there = self.ranks_on(names[(place + distance) % len(names)])
-            found.append(there[position % len(there)])
-        return found
+            results.append(there[position % len(there)])
+        return results
 
 
 # ---- the record --------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def has_record(run: Path) -> bool:
 def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None]:
     """Read memory.json. Returns (generations, newest first; why the record is not used, or None).
 
-    run: the run folder. key: key_of that folder. Returns ([], None) if there is no record.
+    run: the run folder. key: get_run_key that folder. Returns ([], None) if there is no record.
     """
     path = run / RECORD
     if not has_record(run):
@@ -166,7 +166,7 @@ def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None
     except (IntegrityError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [], f"{path} is damaged: {error}"
     if owner != key:
-        return [], f"{path} is of another run folder"
+        return [], f"{path} belongs to another run folder"
     return sorted(found, key=lambda generation: -generation.step), None
 
 
@@ -194,7 +194,7 @@ def parse_generation(row: Any) -> MemoryGeneration:
         and all(SHA256.fullmatch(index) for index in found.indexes)
     )
     if not is_sound:
-        raise ValueError("a generation in it does not read as one")
+        raise ValueError("a generation in it is malformed")
     return found
 
 
@@ -234,7 +234,7 @@ def layout_of(cfg: Config, world: int, step: int) -> Tree:
 
     cfg: the config with train.phases. step: selects the phase, since phases may differ in layout.
     """
-    parallel = phases_of(cfg).of_step(step).cfg.parallel
+    parallel = get_phases(cfg).of_step(step).cfg.parallel
     keys = {name: value for name, value in asdict(parallel).items() if name not in NOT_LAYOUT}
     return {"ranks": world, **{f"parallel.{name}": value for name, value in keys.items()}}
 
@@ -265,7 +265,7 @@ def memory_dirs(cfg: Config, generations: list[MemoryGeneration]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def key_of(run: Path) -> str:
+def get_run_key(run: Path) -> str:
     """Return the name of a run's folder in memory, derived from the absolute path of its run folder."""
     where = run.resolve()
     return f"{where.name[:MAX_KEY_NAME]}-{hashlib.sha256(str(where).encode()).hexdigest()[:16]}"
@@ -279,7 +279,7 @@ def make_private(root: Path, folders: list[str]) -> Path:
     parent = root.parent
     if not parent.is_dir():
         raise ConfigError(
-            f"checkpoint.memory_dir: {parent} is no folder on this node; give one in memory, such as "
+            f"checkpoint.memory_dir: {parent} is not a folder on this node; give one in memory, such as "
             f"/dev/shm, or leave checkpoint.memory_every out and remove {RECORD} from the run folder"
         )
     path = parent
@@ -292,8 +292,8 @@ def make_private(root: Path, folders: list[str]) -> Path:
         is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
         if not is_ours or status.st_mode & PERMISSIONS != PRIVATE:
             raise ConfigError(
-                f"checkpoint.memory_dir: {path} is not a folder of this user alone (mode 700), and what lies "
-                "in it is not trusted; remove it, or give another checkpoint.memory_dir"
+                f"checkpoint.memory_dir: {path} is not private to this user (mode 700), so its contents are "
+                "not trusted; remove it, or give another checkpoint.memory_dir"
             )
     return path
 
@@ -333,7 +333,7 @@ class MemoryCheckpoints:
         self.cfg = cfg
         self.run = run
         self.group = world
-        self.ranks: Ranks = ranks_of(world)
+        self.ranks: Ranks = make_ranks(world)
         self.copies = cfg.checkpoint.replicas if cfg.checkpoint.memory_every is not None else 0
         self.timeout_s = cfg.checkpoint.timeout_s
         self.nodes = Nodes(tuple(comm.all_gather_objects(host, world)))
@@ -341,8 +341,8 @@ class MemoryCheckpoints:
         num_others = len(self.nodes.names()) - 1
         if self.copies > num_others:
             self.copies = fewer_copies(cfg, num_others, self.notes)
-        self.key = self.ranks.first_does(lambda: key_of(run), self.timeout_s)
-        found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
+        self.key = self.ranks.run_on_first(lambda: get_run_key(run), self.timeout_s)
+        found, trouble = self.ranks.run_on_first(lambda: read_record(run, self.key), self.timeout_s)
         self.committed: list[MemoryGeneration] = found
         # {name of a generation that this launch does not retry: the reason, for the log}
         self.settled: dict[str, str] = {}
@@ -351,7 +351,7 @@ class MemoryCheckpoints:
         dirs = memory_dirs(cfg, found)
         self.memory_dir = dirs[0]
         below = [self.key, folder_of_host(host)]
-        self.folders: dict[str, Path] = self.ranks.all_do(
+        self.folders: dict[str, Path] = self.ranks.run_on_all(
             lambda: {each: make_private(memory_root(each), below) for each in dirs}, self.timeout_s
         )
 
@@ -368,13 +368,13 @@ class MemoryCheckpoints:
         """The folder that this node writes to."""
         return self.folders[self.memory_dir]
 
-    def folder_of(self, generation: MemoryGeneration) -> Path:
+    def generation_folder(self, generation: MemoryGeneration) -> Path:
         """Return this node's folder of a generation."""
         return self.folders[generation.memory_dir] / generation.name
 
-    def path_of(self, generation: MemoryGeneration, rank: int) -> Path:
+    def shard_folder(self, generation: MemoryGeneration, rank: int) -> Path:
         """Return this node's folder of a rank's shard, original or copy."""
-        return self.folder_of(generation) / rank_folder(rank)
+        return self.generation_folder(generation) / rank_folder(rank)
 
     def check_room(self, own_bytes: int) -> None:
         """Raise ConfigError if a node lacks room. own_bytes: bytes of the tensors that this rank saves."""
@@ -397,7 +397,7 @@ class MemoryCheckpoints:
                     "checkpoint.memory_every out"
                 )
 
-        self.ranks.all_do(check, self.timeout_s)
+        self.ranks.run_on_all(check, self.timeout_s)
 
     def leftover_advice(self) -> str:
         """Return advice to remove this run's folders of other nodes on this machine, or "". Not collective.
@@ -447,11 +447,11 @@ class MemoryCheckpoints:
     ) -> None:
         """Implement save() without translating errors."""
         newest = self.committed[:1]
-        self.ranks.all_do(lambda: self.make_way(newest), self.timeout_s)
-        pending = self.ranks.first_does(lambda: self.begin(step, saving_step), self.timeout_s)
+        self.ranks.run_on_all(lambda: self.prune_generations(newest), self.timeout_s)
+        pending = self.ranks.run_on_first(lambda: self.begin(step, saving_step), self.timeout_s)
         try:
             # write this rank's shard, then exchange copies
-            index = self.ranks.all_do(
+            index = self.ranks.run_on_all(
                 lambda: self.write_own(pending, pieces, meta, fault_point), self.timeout_s
             )
             fault_point("memory.pre_send")
@@ -461,7 +461,7 @@ class MemoryCheckpoints:
             complete = replace(pending, indexes=tuple(self.ranks.gather(index)))
             fault_point("memory.pre_commit")
             named = [complete, *newest]
-            self.ranks.first_does(lambda: write_record(self.run, self.key, named), self.timeout_s)
+            self.ranks.run_on_first(lambda: write_record(self.run, self.key, named), self.timeout_s)
         except Exception as error:
             if not isinstance(error, PeerError):  # all ranks have stopped writing
                 self.remove_all_but(newest)
@@ -489,7 +489,7 @@ class MemoryCheckpoints:
                 fault_point("memory.mid_shard")
 
         _, total_bytes = store.check_tensors(pieces)
-        final = self.path_of(pending, self.group.index)
+        final = self.shard_folder(pending, self.group.index)
         shard = store.PendingSave(
             final=final,
             step=pending.step,
@@ -508,16 +508,16 @@ class MemoryCheckpoints:
         """Send this rank's shard to its keepers, and receive the shards that this rank keeps."""
         if not self.copies:
             return
-        own = self.path_of(pending, self.group.index)
-        manifests = self.ranks.gather(self.ranks.all_do(lambda: manifest_of(own), self.timeout_s))
+        own = self.shard_folder(pending, self.group.index)
+        manifests = self.ranks.gather(self.ranks.run_on_all(lambda: build_manifest(own), self.timeout_s))
         deliveries: list[Delivery] = []
         for sender, manifest in enumerate(manifests):
             for keeper in self.nodes.keepers(sender, self.copies):
-                deliveries.append(Delivery(sender, keeper, manifest, self.path_of(pending, sender)))
+                deliveries.append(Delivery(sender, keeper, manifest, self.shard_folder(pending, sender)))
         error = deliver(deliveries, self.group, halfway=lambda: fault_point("memory.mid_send"))
-        self.ranks.all_do(lambda: raise_error(error), self.timeout_s)
+        self.ranks.run_on_all(lambda: raise_error(error), self.timeout_s)
 
-    def make_way(self, kept: list[MemoryGeneration]) -> None:
+    def prune_generations(self, kept: list[MemoryGeneration]) -> None:
         """Recreate this node's folder if it was removed; prune all but these generations. Not collective."""
         make_private(self.folder.parents[1], [self.folder.parent.name, self.folder.name])
         self.remove_all_but(kept)
@@ -526,7 +526,7 @@ class MemoryCheckpoints:
         """Remove all other generations from this node, on its first rank. Not collective."""
         if not self.is_first_of_node:
             return
-        kept = {self.folder_of(generation) for generation in generations}
+        kept = {self.generation_folder(generation) for generation in generations}
         for folder in self.folders.values():
             if not folder.is_dir():
                 continue
@@ -541,9 +541,9 @@ class MemoryCheckpoints:
         They are dropped from the record first, which invalidates them on every node.
         """
         kept = [generation for generation in self.committed if generation.step <= step]
-        self.ranks.first_does(lambda: write_record(self.run, self.key, kept), self.timeout_s)
+        self.ranks.run_on_first(lambda: write_record(self.run, self.key, kept), self.timeout_s)
         self.committed = kept
-        self.ranks.all_do(lambda: self.remove_all_but(kept), self.timeout_s)
+        self.ranks.run_on_all(lambda: self.remove_all_but(kept), self.timeout_s)
 
     def clear(self) -> None:
         """Free the memory once the state of the run is on disk. Raises StorageError."""
@@ -567,12 +567,12 @@ class MemoryCheckpoints:
         """
         if cfg.checkpoint.resume == "none":
             return None, self.notes
-        disk = self.ranks.first_does(self.look_at_disk, self.timeout_s)
+        disk = self.ranks.run_on_first(self.read_disk_steps, self.timeout_s)
         for generation in self.committed:
             is_older = generation.step <= (disk.newest if after is None else after)
             if is_older or generation.name in self.settled:
                 continue
-            why = (bad or {}).get(self.path_of(generation, self.group.index))
+            why = (bad or {}).get(self.shard_folder(generation, self.group.index))
             why = why or removed_since(generation, disk)
             difference = self.difference_to(generation)
             if why is None:
@@ -586,7 +586,7 @@ class MemoryCheckpoints:
             self.settled[generation.name] = line
         return None, self.all_notes()
 
-    def look_at_disk(self) -> "DiskSteps":
+    def read_disk_steps(self) -> "DiskSteps":
         """Return, on rank 0, the newest steps on disk.
 
         First removes the leftovers of a killed writer, which would look like a save in progress.
@@ -614,7 +614,7 @@ class MemoryCheckpoints:
         A rank whose shard is missing or damaged receives it from another node. Raises IntegrityError, on all
         ranks, if no good copy of a shard is left.
         """
-        found = self.ranks.all_do(lambda: self.look(generation, self.group.index), self.timeout_s)
+        found = self.ranks.run_on_all(lambda: self.look(generation, self.group.index), self.timeout_s)
         held = self.ranks.gather(self.held_ranks(generation))
         problems = self.ranks.gather(found.problem)
         was_sent = [rank for rank, problem in enumerate(problems) if problem]
@@ -626,7 +626,8 @@ class MemoryCheckpoints:
                     senders[rank] = self.next_holder(rank, problem, held, asked)
                     asked.add((rank, self.nodes.hosts[senders[rank]]))
             error = self.exchange(generation, senders)
-            found = self.ranks.all_do(partial(self.look_again, generation, found, error), self.timeout_s)
+            found = self.ranks.run_on_all(partial(self.recheck_shard, generation, found, error),
+                                          self.timeout_s)
             problems = self.ranks.gather(found.problem)
 
         where = f"memory of {', '.join(self.nodes.names()[:MAX_NAMED])}"
@@ -638,7 +639,7 @@ class MemoryCheckpoints:
 
     def look(self, generation: MemoryGeneration, rank: int) -> "FoundShard":
         """Look up a rank's shard on this node and verify every byte of it. Not collective."""
-        path = self.path_of(generation, rank)
+        path = self.shard_folder(generation, rank)
         if not os.path.lexists(path):
             return FoundShard(None, f"rank {rank} has no shard on {self.host}")
         try:
@@ -651,7 +652,7 @@ class MemoryCheckpoints:
             return FoundShard(None, str(error))
         return FoundShard(index, "")
 
-    def look_again(
+    def recheck_shard(
         self, generation: MemoryGeneration, before: "FoundShard", error: Exception | None
     ) -> "FoundShard":
         """Repeat look() after an exchange (with its error) if there was a problem before. Not collective."""
@@ -663,7 +664,7 @@ class MemoryCheckpoints:
     def held_ranks(self, generation: MemoryGeneration) -> list[int]:
         """Return the ranks whose shard folders are on this node, good or not. Not collective."""
         try:
-            names = [path.name for path in self.folder_of(generation).iterdir()]
+            names = [path.name for path in self.generation_folder(generation).iterdir()]
         except OSError:
             return []
         return [int(match[1]) for name in names if (match := RANK_FOLDER.fullmatch(name))]
@@ -689,14 +690,14 @@ class MemoryCheckpoints:
         for receiver, sender in senders.items():
             if sender == rank:
                 with contextlib.suppress(IntegrityError):  # nothing to send
-                    own[receiver] = manifest_of(self.path_of(generation, receiver))
+                    own[receiver] = build_manifest(self.shard_folder(generation, receiver))
         manifests = {receiver: files for part in self.ranks.gather(own) for receiver, files in part.items()}
         if rank in senders:
-            remove(self.path_of(generation, rank))
+            remove(self.shard_folder(generation, rank))
         deliveries: list[Delivery] = []
         for receiver, sender in senders.items():
             if receiver in manifests:
-                path = self.path_of(generation, receiver)
+                path = self.shard_folder(generation, receiver)
                 deliveries.append(Delivery(sender, receiver, manifests[receiver], path))
         return deliver(deliveries, self.group)
 
@@ -710,7 +711,7 @@ class MemoryCheckpoints:
         """
         shards = self.shards_to_read(generation)
         boxes = self.without_overlaps(shards)
-        pieces = self.ranks.all_do(lambda: self.read_shards(shards, boxes), self.timeout_s)
+        pieces = self.ranks.run_on_all(lambda: self.read_shards(shards, boxes), self.timeout_s)
         metas = self.ranks.gather(shards[0].meta if 0 in shards else None)
         path = store.save(
             self.run / "checkpoints",
@@ -735,7 +736,7 @@ class MemoryCheckpoints:
 
         Each shard is read by one rank. Raises IntegrityError, on all ranks, if one is good on no node.
         """
-        good = self.ranks.all_do(lambda: self.look_at_all(generation), self.timeout_s)
+        good = self.ranks.run_on_all(lambda: self.find_good_shards(generation), self.timeout_s)
         reader = assign_readers(self.ranks.gather(sorted(good)))
         missing = [saved for saved in range(len(generation.indexes)) if saved not in reader]
         if missing:
@@ -744,32 +745,32 @@ class MemoryCheckpoints:
             raise IntegrityError(f"no node has a good shard of rank{plural} {named}")
         return {saved: index for saved, index in good.items() if reader[saved] == self.group.index}
 
-    def look_at_all(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
+    def find_good_shards(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
         """Return {saved rank: index of its shard} of the good shards on this node. Not collective.
 
         The ranks of a node divide the work; each returns its part.
         """
         here = self.nodes.ranks_on(self.host)
         held = [saved for saved in self.held_ranks(generation) if saved < len(generation.indexes)]
-        found: dict[int, store.StoredIndex] = {}
+        result: dict[int, store.StoredIndex] = {}
         for saved in sorted(held)[here.index(self.group.index)::len(here)]:
             index = self.look(generation, saved).index
             if index is not None:
-                found[saved] = index
-        return found
+                result[saved] = index
+        return result
 
     def without_overlaps(self, shards: Mapping[int, store.StoredIndex]) -> dict[int, list[Box]]:
         """Return {saved rank: boxes to read}, assigned by rank 0 so that each element is read only once."""
-        found: dict[int, list[Box]] = {}
+        result: dict[int, list[Box]] = {}
         for saved, index in shards.items():
-            found[saved] = consolidate.boxes_of(index)
-        rows = [(saved, to_rows(boxes)) for saved, boxes in found.items()]
+            result[saved] = consolidate.get_boxes(index)
+        rows = [(saved, to_rows(boxes)) for saved, boxes in result.items()]
         packed = self.ranks.gather_first(store.pack(rows))
-        cut = self.ranks.first_does(lambda: cut_boxes(packed), self.timeout_s)
-        for saved in found:
+        cut = self.ranks.run_on_first(lambda: cut_boxes(packed), self.timeout_s)
+        for saved in result:
             if saved in cut:
-                found[saved] = from_rows(cut[saved])
-        return found
+                result[saved] = from_rows(cut[saved])
+        return result
 
     def read_shards(
         self, shards: Mapping[int, store.StoredIndex], boxes: Mapping[int, list[Box]]
@@ -778,7 +779,7 @@ class MemoryCheckpoints:
 
         Raises IntegrityError, or StorageError if the node lacks the memory for a second copy of them.
         """
-        wanted = sum(consolidate.bytes_of(index, boxes[saved]) for saved, index in shards.items())
+        wanted = sum(consolidate.get_bytes(index, boxes[saved]) for saved, index in shards.items())
         free = available_bytes() // len(self.nodes.ranks_on(self.host))
         if wanted > free:
             raise StorageError(self.folder, wanted, f"a rank can take {free:,} bytes of memory to read them")
@@ -795,7 +796,7 @@ def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None
         removed = generation.saving_step
     if removed is None:
         return None
-    return f"the checkpoint of step {removed:,}, which was there before it, is removed"
+    return f"the older checkpoint of step {removed:,} was removed"
 
 
 def assign_readers(found: list[list[int]]) -> dict[int, int]:
@@ -827,7 +828,7 @@ def cut_boxes(packed: list[bytes]) -> dict[int, list[tuple[object, ...]]]:
             shards[saved] = from_rows(rows)
 
     cut: dict[int, list[tuple[object, ...]]] = {}
-    for saved, boxes in consolidate.each_element_once(shards).items():
+    for saved, boxes in consolidate.assign_boxes_once(shards).items():
         if boxes != shards[saved]:
             cut[saved] = to_rows(boxes)
     return cut
@@ -859,7 +860,7 @@ def fewer_copies(cfg: Config, num_others: int, notes: list[str]) -> int:
     if cfg.parallel.elastic:
         notes.append(f"checkpoint.replicas: {asked}, and this start has {num_others} other nodes")
         return num_others
-    remedy = f"take {num_others}" if num_others else "leave it out, and this node keeps its own shards alone"
+    remedy = f"take {num_others}" if num_others else "leave it out, and this node keeps only its own shards"
     raise ConfigError(
         f"checkpoint.replicas: {asked} is the number of other nodes with a copy, and this job has "
         f"{num_others} other nodes; {remedy}"

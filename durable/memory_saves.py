@@ -21,7 +21,7 @@ class MemorySaves(Extra):
     def after_save(self, run: Any, step: int, saved: bool) -> bool:
         """Save the step to memory if a save is due and the step was not saved to disk.
 
-        Raises ReplicasDiffer before anything is written, as a disk save does.
+        Raises ReplicaMismatch before anything is written, as a disk save does.
         """
         if saved or not is_due(self.every, step) or not run.extras.may_save(run, step):
             return saved
@@ -43,7 +43,7 @@ class MemorySaves(Extra):
             return saving.observe(point, step)
 
         try:
-            pieces, meta = state.boxes_of_rank(run), state.describe_run(run, step)
+            pieces, meta = state.get_rank_boxes(run), state.describe_run(run, step)
             in_progress = saving.saver.step_in_progress()
             self.in_memory.save(step, pieces, meta, saving_step=in_progress, fault_point=fault_point)
         except store.StorageError as error:  # raised on all ranks

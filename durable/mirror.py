@@ -32,7 +32,7 @@ from checkpoint.remote import (
     complete_steps,
     fetch,
     fetch_run_files,
-    parts_of_url,
+    split_url,
     steps_in,
 )
 from config import Config, ConfigError
@@ -75,7 +75,7 @@ def update(run: RemoteFolder, folder: Path, keep: int) -> None:
     send_run_files(run, folder)
     newest = committed[0][0]
     for step, path in committed:
-        if step == newest or store.mark_of(path).exists():
+        if step == newest or store.marker_path(path).exists():
             send(checkpoints, path, complete.get(step))
     remove_older(checkpoints, newest, keep)
 
@@ -94,7 +94,7 @@ def send(checkpoints: RemoteFolder, path: Path, there: bytes | None) -> None:
         if not (path / MARKER).exists():  # already purged
             return
         marker = (path / MARKER).read_bytes()
-        mark = store.mark_of(path)
+        mark = store.marker_path(path)
         if mark.exists():
             checkpoints.write(mark.name, mark.read_bytes())
         if there == marker:
@@ -195,7 +195,7 @@ def copied_from(cfg: Config, path: Path, root: Path) -> RemoteFolder | None:
     for key in ("resume", "init_from"):
         url = getattr(cfg.checkpoint, key)
         if url is not None and is_url(url):
-            run = open_folder(parts_of_url(url)[0], f"checkpoint.{key}")
+            run = open_folder(split_url(url)[0], f"checkpoint.{key}")
             return run.folder(CHECKPOINTS).folder(path.name)
     return None
 

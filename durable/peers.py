@@ -27,8 +27,8 @@ Keys of the store
     num_states       number of ranks that have written their state
     verdict          {line, silent}: the cause in one line, and the ranks that did not write a state
     num_reasons      number of ranks that have written their exit reason
-    steps_done       {found}: told_by_first, for runs with phases
-    auto_layout      {found}: told_by_first, under parallel.auto
+    steps_done       {found}: broadcast_from_first, for runs with phases
+    auto_layout      {found}: broadcast_from_first, under parallel.auto
     all_reported     set once all have written their exit reason, or when time is up
 """
 import contextlib
@@ -57,14 +57,14 @@ from runtime import lines, setup
 from runtime.failure import (
     HANG,
     USER_MISTAKE,
-    code_of,
     explain,
+    get_exit_code,
     mark_reported,
     one_line,
     printable,
     should_requeue,
 )
-from runtime.processes import parent_of, print_error
+from runtime.processes import get_parent_pid, print_error
 
 # {exit code: time for a running rank to write its state, even on a busy machine}. After a lost connection the
 # state is only reported; after a hang, a rank that does not answer is killed.
@@ -85,8 +85,8 @@ MAX_SILENT = 8  # silent ranks named in a message
 MAX_SUSPECTS = 4  # running ranks named in a message
 
 
-class StoreSilent(RuntimeError):
-    """The job's store does not answer: its host is stopped or cut off."""
+class StoreTimeout(RuntimeError):
+    """The job's store does not answer: its host is stopped or unreachable."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Process:
 
 @dataclass(frozen=True)
 class RankState:
-    """What a rank is doing when another one fails."""
+    """The activity of a rank when another one fails."""
 
     host: str
     in_exchange: bool
@@ -127,7 +127,7 @@ def clone(store: Store) -> Store:
 
 
 @dataclass(frozen=True)
-class Words:
+class SignedStore:
     """Read and write authenticated JSON in the job's store.
 
     secret: the job's secret; if it is "", values are not sealed. attempt: the restart count; values of other
@@ -146,23 +146,23 @@ class Words:
     def sealed(self, key: str, value: dict[str, Any]) -> str:
         """Return the value as JSON, prefixed by its seal if there is a secret."""
         text = json.dumps(value)
-        return f"{self.seal_of(key, text)} {text}" if self.secret else text
+        return f"{self.compute_seal(key, text)} {text}" if self.secret else text
 
     def opened(self, key: str, word: str | bytes) -> dict[str, Any]:
         """Verify and parse a value written under this key. Raises ValueError if it is foreign."""
         text = word.decode() if isinstance(word, bytes) else word
         if self.secret:
             seal, _, text = text.partition(" ")
-            if not hmac.compare_digest(seal.encode(), self.seal_of(key, text).encode()):
+            if not hmac.compare_digest(seal.encode(), self.compute_seal(key, text).encode()):
                 raise ValueError(f"{key}: no rank of this job has written it")
         return json.loads(text)
 
-    def seal_of(self, key: str, text: str) -> str:
+    def compute_seal(self, key: str, text: str) -> str:
         message = f"{self.attempt}/{key} {text}"
         return hmac.new(self.secret.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
-def as_failure(word: str | bytes, words: Words) -> Failure | None:
+def as_failure(word: str | bytes, words: SignedStore) -> Failure | None:
     """Parse first_failure. Returns None if a rank had finished before anything failed.
 
     A value that no rank can have written, such as one with code 0, becomes a failure with code 1, so that it
@@ -178,11 +178,11 @@ def as_failure(word: str | bytes, words: Words) -> Failure | None:
             return failure
     except (ValueError, TypeError, RecursionError):
         pass
-    line = "the job's store holds a word that no rank writes: another program reaches its port"
+    line = "the job's store holds an entry that no rank writes: another program uses its port"
     return Failure(rank=-1, host="an unknown host", code=1, requeue=False, line=line, text=line)
 
 
-def read_verdict(store: Store, first: Failure, words: Words) -> tuple[str, list[int]]:
+def read_verdict(store: Store, first: Failure, words: SignedStore) -> tuple[str, list[int]]:
     """Return (the cause in one line, silent ranks) from the verdict, or from `first` if there is none."""
     try:
         if store.check(["verdict"]):
@@ -194,7 +194,7 @@ def read_verdict(store: Store, first: Failure, words: Words) -> tuple[str, list[
 
 
 def within(seconds: float, work: Callable[[], Result]) -> Result:
-    """Run work(), which waits for the store, in a thread. Raises StoreSilent and abandons it on timeout."""
+    """Run work(), which waits for the store, in a thread. Raises StoreTimeout and abandons it on timeout."""
     results: list[Result] = []
     errors: list[BaseException] = []
 
@@ -210,7 +210,7 @@ def within(seconds: float, work: Callable[[], Result]) -> Result:
     if errors:
         raise errors[0]
     if not results:
-        raise StoreSilent(f"the job's store gave no answer for {seconds:g} s")
+        raise StoreTimeout(f"the job's store did not answer for {seconds:g} s")
     return results[0]
 
 
@@ -266,7 +266,7 @@ class PeerWatch:
         self.lock = threading.Lock()  # held to decide the code: by the main thread or the watcher
         self.told = threading.Event()  # the cause has been printed and written
         self.telling = threading.Lock()  # held to report the cause, also by a thread that the store delayed
-        self.words = Words(secret, restart_count)
+        self.words = SignedStore(secret, restart_count)
         self.store: Store | None = None  # None in a single-process job
         if size > 1:
             self.store = open_store(rank, size, restart_count=restart_count)
@@ -318,7 +318,7 @@ class PeerWatch:
                 folder, self.rank, code, text, requeue=requeue, of_job=True, of_device=found
             )
 
-    def told_by_first(self, key: str, work: Callable[[], Result]) -> Result:
+    def broadcast_from_first(self, key: str, work: Callable[[], Result]) -> Result:
         """Broadcast work() of rank 0, plain JSON, through the store, before the ranks are connected."""
         if self.store is None or self.rank == 0:
             found = work()
@@ -334,15 +334,15 @@ class PeerWatch:
         self.has_wrong_device = self.has_wrong_device or getattr(error, "is_of_device", False)
         if self.store is None:
             if self.code is None:
-                self.code = code_of(error)
+                self.code = get_exit_code(error)
                 self.report_exit(self.code, explain(error, self.rank), should_requeue(error))
             return
         if self.code is None:
             self.fail_in_time(self.store, error)
-        self.wait_until_told()
+        self.wait_for_report()
         mark_reported(error, self.decided_code())
 
-    def wait_until_told(self) -> None:
+    def wait_for_report(self) -> None:
         """If another thread ends this rank, wait until it has reported the cause before exiting."""
         self.told.wait(STORE_SECONDS)
 
@@ -352,37 +352,39 @@ class PeerWatch:
             # a live store answers at once; only then wait for the other ranks
             within(LIVE_SECONDS, lambda: store.check(["first_failure"]))
             within(STORE_SECONDS, lambda: self.fail_with_peers(store, error))
-        except StoreSilent as silence:
+        except StoreTimeout as silence:
             self.end_without_store(error, silence)
         except STORE_ERRORS:
-            self.tell(code_of(error), explain(error, self.rank), should_requeue(error))
+            self.report_failure(get_exit_code(error), explain(error, self.rank), should_requeue(error))
 
-    def end_without_store(self, error: BaseException, silence: StoreSilent) -> None:
+    def end_without_store(self, error: BaseException, silence: StoreTimeout) -> None:
         """End this rank alone if the host of the store hangs, within STORE_SECONDS whatever blocks.
 
         A lost connection then counts as a hang, too: that peer exited for the same reason a little earlier.
         """
-        code = HANG if isinstance(error, comm.PeerError) else code_of(error)
+        code = HANG if isinstance(error, comm.PeerError) else get_exit_code(error)
         timer = threading.Timer(STORE_SECONDS, os._exit, (code,))
         timer.daemon = True
         timer.start()
-        keeper = "the launcher, or rank 0, that keeps it is stopped or cut off"
+        keeper = "the launcher, or rank 0, that keeps it is stopped or unreachable"
         text = f"{explain(error, self.rank)}; {silence}: {keeper}"
         requeue = code == HANG or should_requeue(error)
-        self.tell(code, text, requeue, of_job=True)  # rank 0 may be the one that hangs
+        self.report_failure(code, text, requeue, of_job=True)  # rank 0 may be the one that hangs
 
     def fail_with_peers(self, store: Store, error: BaseException) -> None:
-        mine = Failure(rank=self.rank, host=self.host, code=code_of(error), requeue=should_requeue(error),
+        mine = Failure(rank=self.rank, host=self.host, code=get_exit_code(error),
+                       requeue=should_requeue(error),
                        line=one_line(error), text=str(error))
         word = self.words.sealed("first_failure", dataclasses.asdict(mine))
         first = as_failure(store.compare_set("first_failure", "", word), self.words)
         if first is None or first == mine:
-            self.lead(store, error, mine, others_finished=first is None)
+            self.coordinate_failure(store, error, mine, others_finished=first is None)
         else:
-            self.follow(store, first, error)
+            self.join_failure(store, first, error)
             wait_for_key(store, "all_reported", REPORT_SECONDS)
 
-    def lead(self, store: Store, error: BaseException, mine: Failure, others_finished: bool) -> None:
+    def coordinate_failure(self, store: Store, error: BaseException, mine: Failure,
+                           others_finished: bool) -> None:
         """Publish the cause on the rank that failed first, and wait until all have written their reasons.
 
         Its reason is also the job's, because rank 0 may be gone, unless the other ranks, and thus the job,
@@ -398,7 +400,7 @@ class PeerWatch:
         if isinstance(error, comm.PeerError):
             peers_text, silent = self.examine_peers(store, error)
         text = explain(error, self.rank) + peers_text
-        self.tell(mine.code, text, mine.requeue, of_job=not others_finished)
+        self.report_failure(mine.code, text, mine.requeue, of_job=not others_finished)
         self.words.write(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
         self.kill_hanging_siblings(store, silent, mine.code)
 
@@ -423,18 +425,18 @@ class PeerWatch:
             return self.silent_text(store, silent, is_hang), silent
         return self.suspects_text(store, others), []
 
-    def process_of(self, store: Store, rank: int) -> Process:
+    def read_process(self, store: Store, rank: int) -> Process:
         return Process(**self.words.read(store, f"process/{rank}"))
 
     def silent_text(self, store: Store, silent: list[int], is_hang: bool) -> str:
         names: list[str] = []
         for rank in silent[:MAX_SILENT]:
             has_started = store.check([f"process/{rank}"])
-            names.append(f"rank {rank} on {self.process_of(store, rank).host}" if has_started
+            names.append(f"rank {rank} on {self.read_process(store, rank).host}" if has_started
                          else f"rank {rank} (never started)")
         more = f" and {len(silent) - MAX_SILENT} more" if len(silent) > MAX_SILENT else ""
-        state = "is stopped or cut off" if is_hang else "is gone"
-        return f"; {', '.join(names)}{more} gives no sign of life: it {state}"
+        state = "is stopped or unreachable" if is_hang else "is gone"
+        return f"; {', '.join(names)}{more} does not respond: it {state}"
 
     def suspects_text(self, store: Store, others: list[int]) -> str:
         """Name the ranks that are not in an exchange.
@@ -466,12 +468,12 @@ class PeerWatch:
             first = as_failure(store.get("first_failure"), self.words)
             if first is None or first.rank == self.rank:
                 return
-            within(STORE_SECONDS, lambda: self.follow(store, first))
+            within(STORE_SECONDS, lambda: self.join_failure(store, first))
         except STORE_ERRORS as error:
             cause = one_line(error)[:80]
             text = (f"error: rank {self.rank} on {self.host}: in {self.activity}: the launcher, or rank 0, "
                     f"that kept the job's store is gone ({cause})")
-            self.tell(1, text, requeue=True)
+            self.report_failure(1, text, requeue=True)
         wait_for_key(store, "all_reported", REPORT_SECONDS)
         # when its peers are gone, the main thread exits on its own and closes its files
         time.sleep(EXIT_SECONDS)
@@ -504,7 +506,7 @@ class PeerWatch:
 
     # ---- both threads --------------------------------------------------------------------------------------
 
-    def follow(self, store: Store, first: Failure, error: BaseException | None = None) -> None:
+    def join_failure(self, store: Store, first: Failure, error: BaseException | None = None) -> None:
         """After another rank's failure, publish this rank's state, read the cause and end with it.
 
         error: this rank's own error, if any.
@@ -526,7 +528,7 @@ class PeerWatch:
             is_own_error = error is not None and not isinstance(error, comm.PeerError)
             is_same_error = is_own_error and str(error) == first.text
             quiet = first.code == USER_MISTAKE or is_same_error
-            self.tell(first.code, text, first.requeue, quiet=quiet)
+            self.report_failure(first.code, text, first.requeue, quiet=quiet)
             store.add("num_reasons", 1)
         self.kill_hanging_siblings(store, silent, first.code)
 
@@ -544,7 +546,8 @@ class PeerWatch:
             raise RuntimeError("no exit code was decided")
         return self.code
 
-    def tell(self, code: int, text: str, requeue: bool, of_job: bool = False, quiet: bool = False) -> None:
+    def report_failure(self, code: int, text: str, requeue: bool, of_job: bool = False,
+                       quiet: bool = False) -> None:
         """Print the cause unless quiet, and write the exit reason and, after a hang, the stacks. Only once.
 
         This decides the exit code. Later calls, by a thread that the store delayed, do nothing.
@@ -589,8 +592,8 @@ class PeerWatch:
             return
         for rank in silent:
             with contextlib.suppress(OSError, RuntimeError, ValueError, IndexError):
-                process = self.process_of(clone(store), rank)
+                process = self.read_process(clone(store), rank)
                 # the pid may have been reused
-                is_sibling = parent_of(process.pid) == process.parent == os.getppid()
+                is_sibling = get_parent_pid(process.pid) == process.parent == os.getppid()
                 if process.host == self.host and is_sibling:
                     os.kill(process.pid, signal.SIGKILL)

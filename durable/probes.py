@@ -110,7 +110,7 @@ def check_product(size: ProbeSize, device: torch.device, dtype: torch.dtype, hos
         if num_wrong:
             raise WrongDevice(
                 f"{device} of {host} multiplies wrongly: {num_wrong:,} of {expected.numel():,} elements of a "
-                "known product differ; leave this host out, and have it looked at"
+                "known product differ; exclude this host, and have it checked"
             )
     return 1000 * fastest
 
@@ -157,7 +157,7 @@ def check_links(mesh: Mesh, size: ProbeSize, device: torch.device, host: str) ->
 
     Raises WrongResult.
     """
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     done: dict[tuple[int, ...], float] = {}
     for name in GROUP_AXES:
         group: Group = getattr(mesh, name)
@@ -165,15 +165,15 @@ def check_links(mesh: Mesh, size: ProbeSize, device: torch.device, host: str) ->
             continue
         if group.ranks not in done:
             done[group.ranks] = check_link(uncounted(group), size, device, host)
-        found[name] = done[group.ranks]
-    return found
+        result[name] = done[group.ranks]
+    return result
 
 
 def check_link(group: Group, size: ProbeSize, device: torch.device, host: str) -> float:
     """Check a gather of a known message; return its time in ms. Raises WrongResult, naming the senders."""
     num_bytes = max(MIN_MESSAGE, min(size.message, MAX_GATHERED // group.size))
-    own = message_of(group.ranks[group.index], num_bytes).to(device)
-    expected = torch.cat([message_of(rank, num_bytes) for rank in group.ranks]).to(device)
+    own = make_message(group.ranks[group.index], num_bytes).to(device)
+    expected = torch.cat([make_message(rank, num_bytes) for rank in group.ranks]).to(device)
     fastest = float("inf")
     for _ in range(size.repeats):
         comm.all_gather(own[:1], group)  # synchronize and connect
@@ -187,12 +187,12 @@ def check_link(group: Group, size: ProbeSize, device: torch.device, host: str) -
         if senders:
             raise WrongResult(
                 f"what {host} receives in group {group.name} from rank {', '.join(map(str, senders))} is not "
-                "what was sent; leave one of these hosts out"
+                "what was sent; exclude one of these hosts"
             )
     return 1000 * fastest
 
 
-def message_of(rank: int, num_bytes: int) -> Tensor:
+def make_message(rank: int, num_bytes: int) -> Tensor:
     """Return uint8 [num_bytes] that depend on the rank and on the position."""
     position = torch.arange(MIN_MESSAGE, dtype=torch.int64)
     of_rank = 97 * rank + (rank // 256) * (position // 7)

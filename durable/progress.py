@@ -31,7 +31,7 @@ def steps_done(cfg: Config, folder: Path) -> int:
     if checkpoint.resume in OWN_CHECKPOINTS:
         return 0
     if is_url(checkpoint.resume):
-        run, step = remote.parts_of_url(checkpoint.resume)
+        run, step = remote.split_url(checkpoint.resume)
         asker = "checkpoint.resume"
         return newest_there(open_folder(run, asker), asker) if step is None else step
     indexes: state.Indexes = {}

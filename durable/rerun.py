@@ -29,12 +29,11 @@ import torch
 from torch import Tensor
 
 from config import TrainConfig, is_due
-from parallel.extras import Extra, Gradients
+from parallel.extras import Gradients, StepExtra
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket, wait_param_gathers
 from parallel.sharding.powersgd import CompressionState
-from parallel.sharding.replicas import name_of
-from parallel.sharding.views import owned_part
+from parallel.sharding.replicas import get_name
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.record import NumbersRecord, RecordEntry, different
@@ -43,13 +42,13 @@ GRADIENT = "the gradient of "  # prefix of an entry's name
 MAX_NAMED = 4  # ranks named in a message
 
 
-class ComputeDiffers(RuntimeError):
+class ComputeMismatch(RuntimeError):
     """A recomputed step has different bits. The message names rank, host and parameter."""
 
     exit_code = 80
 
 
-class StepRecorder(Extra):
+class StepRecorder(StepExtra):
     """Record every computation of each step that may be recomputed.
 
     record: the record of the last complete computation, or None. begun_with: each bucket's PowerSGD state
@@ -65,7 +64,7 @@ class StepRecorder(Extra):
         self.record: NumbersRecord | None = None
         self.begun_with: list[CompressionState | None] = []
         for bucket in buckets:
-            bucket.grads.before_sum.append(partial(self.look_at_gradients, bucket))
+            bucket.grads.before_sum.append(partial(self.record_gradients, bucket))
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         """Start a record from the weights alone, dropping gathered and quantized copies of them."""
@@ -95,12 +94,16 @@ class StepRecorder(Extra):
             return
         for bucket in self.buckets:
             for slot in bucket.slots:
-                start, end = owned_part(bucket, slot.offset, slot.numel)
+                start, end = bucket.owned_part(slot.offset, slot.numel)
                 if start < end:
-                    record.add_own(f"{GRADIENT}{name_of(slot)}, summed", bucket.grads.local[start:end])
+                    record.add_own(f"{GRADIENT}{get_name(slot)}, summed", bucket.grads.local[start:end])
         record.add_own("the loss", gradients.loss)
         record.add_own("the gradient norm", gradients.norm)
         self.record = record
+
+    def close(self) -> None:
+        """Stop a record that an exception has left in progress."""
+        self.stop()
 
     def stop(self) -> None:
         self.under_way = self.activity.record = None
@@ -116,14 +119,14 @@ class StepRecorder(Extra):
         self.record = None
         self.begun_with = []
 
-    def look_at_gradients(self, bucket: Bucket, flat: Tensor) -> None:
+    def record_gradients(self, bucket: Bucket, flat: Tensor) -> None:
         """Record this rank's gradients [size of the bucket] before they are reduced."""
         if self.under_way is not None:
             for slot in bucket.slots:
-                self.under_way.add_own(f"{GRADIENT}{name_of(slot)}", slot.view_in(flat))
+                self.under_way.add_own(f"{GRADIENT}{get_name(slot)}", slot.view_in(flat))
 
 
-class StepReruns(Extra):
+class StepReruns(StepExtra):
     """Recompute steps and compare. It must come after all other extras that judge a step."""
 
     def __init__(self, cfg: TrainConfig, recorder: StepRecorder, mesh: Mesh) -> None:
@@ -139,7 +142,7 @@ class StepReruns(Extra):
     ) -> Tensor:
         """Recompute the step if that is due, or if the step is suspect on any rank. Collective.
 
-        A step is suspect if it is not finite or a spike. Raises ComputeDiffers on all ranks.
+        A step is suspect if it is not finite or a spike. Raises ComputeMismatch on all ranks.
         """
         if self.recorder.record is None:
             return good
@@ -149,13 +152,13 @@ class StepReruns(Extra):
             self.compare_runs(step, self.recorder.record, again)
         if is_suspect:
             self.lines.append(
-                f"step {step:,} is not finite or a spike, and was computed again: the same bits everywhere. "
-                "So it is due to the data or the code, or to a device that errs each time in the same way"
+                f"step {step:,} is not finite or a spike, and was recomputed: the same bits everywhere. So "
+                "it is due to the data or the code, or to a device that errs in the same way each time"
             )
         self.recorder.forget()
         return good
 
-    def take_lines(self) -> list[str]:
+    def pop_lines(self) -> list[str]:
         lines, self.lines = self.lines, []
         return lines
 
@@ -169,7 +172,7 @@ class StepReruns(Extra):
         return self.recorder.record
 
     def compare_runs(self, step: int, record: NumbersRecord, again: Callable[[], Gradients]) -> None:
-        """Recompute the step. Raises ComputeDiffers, after a third run, if the bits differ."""
+        """Recompute the step. Raises ComputeMismatch, after a third run, if the bits differ."""
         device = self.recorder.buckets[0].grads.local.device
         first = record.digests(device)
         second = self.run_again(again).digests(device)
@@ -185,9 +188,9 @@ class StepReruns(Extra):
         else:
             which = "a third run is like neither: a device that often errs, or kernels that do not repeat"
         blame = self.who_is_wrong(different(record, first, second))
-        raise ComputeDiffers(
-            f"step {step:,}, computed again from the same state, gave other numbers: {blame}; {which}; "
-            "nothing of the step is applied or saved. Leave that device out, and start again"
+        raise ComputeMismatch(
+            f"step {step:,}, recomputed from the same state, gave different numbers: {blame}; {which}; "
+            "nothing of the step is applied or saved. Exclude that device, and start again"
         )
 
     def is_so_anywhere(self, flags: Sequence[bool]) -> list[bool]:
@@ -210,7 +213,8 @@ class StepReruns(Extra):
         of_ranks = list(enumerate(comm.all_gather_objects(own, self.everyone)))
         wrong = [(rank, said) for rank, said in of_ranks if said["is_own"]]
         told = [(rank, said) for rank, said in of_ranks if said["what"]]
-        verb = "computed wrongly" if wrong else "received other numbers, though all sent the same: a bad link"
+        bad_link = "received different numbers, though all sent the same: a bad link"
+        verb = "computed wrongly" if wrong else bad_link
 
         texts: list[str] = []
         for rank, said in (wrong or told)[:MAX_NAMED]:

@@ -72,13 +72,13 @@ def read_reason(run: Path) -> ExitReason | None:
 def wrong_devices(run: Path) -> list[dict[str, Any]]:
     """Return the exit reasons of the ranks whose device failed the probe before the first step
     (durable/probes.py)."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for file in run.glob("exit_reason*.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             fields = json.loads(file.read_text())
             if fields.get("wrong_device") is True:
-                found.append(fields)
-    return found
+                results.append(fields)
+    return results
 
 
 def ranks_with_wrong_devices(run: Path) -> set[int]:
@@ -124,7 +124,7 @@ class RestartCount:
         return self.num_idle <= MAX_IDLE_RESTARTS
 
 
-def words_of_hosts(hosts: set[str]) -> str:
+def host_words(hosts: set[str]) -> str:
     """Format as a,b, or - if there are none."""
     return ",".join(sorted(hosts)) or "-"
 
@@ -133,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     run = Path(argv[0])
     reason = read_reason(run)
     told = "- -" if reason is None else f"{reason.code} {int(reason.requeue)}"
-    print(progress(run).newest, told, words_of_hosts(hosts_with_wrong_devices(run)))
+    print(progress(run).newest, told, host_words(hosts_with_wrong_devices(run)))
     return 0
 
 

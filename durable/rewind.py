@@ -13,7 +13,7 @@ from parallel.sharding.bucket import wait_param_gathers
 from runtime import failure, lines
 
 
-class SpikesPersist(RuntimeError):
+class PersistentSpikes(RuntimeError):
     """Loss or gradient norm keeps spiking (exit code 77)."""
 
     exit_code = 77
@@ -31,8 +31,8 @@ class SpikeRewinds:
         """Count `steps`, each (step, whether it was a spike).
 
         Returns the first spike of the streak if it is long enough to rewind before it, otherwise None.
-        Raises SpikesPersist after too many rewinds, or, without spike_rewind, once the streak is as long as
-        the window.
+        Raises PersistentSpikes after too many rewinds, or, without spike_rewind, once the streak is as long
+        as the window.
         """
         if self.cfg.spike_sigma is None:
             return None
@@ -43,8 +43,8 @@ class SpikeRewinds:
         number = len(spikes.in_a_row)
         limit = self.cfg.spike_rewind
         if limit is None and number >= self.cfg.spike_window:
-            raise SpikesPersist(
-                f"loss or gradient norm far above what was usual for {number} steps in a row, as many as "
+            raise PersistentSpikes(
+                f"loss or gradient norm far above their recent range for {number} steps in a row, as many as "
                 "optim.spike_window; the weights are those before them. Lower optim.lr, raise "
                 "optim.spike_sigma, or set optim.spike_rewind"
             )
@@ -52,10 +52,10 @@ class SpikeRewinds:
             return None
         if self.num_rewinds >= self.cfg.spike_rewinds:
             first, last = spikes.in_a_row[0], spikes.in_a_row[-1]
-            raise SpikesPersist(
+            raise PersistentSpikes(
                 f"spikes at steps {first:,} to {last:,} again, after the run went back {self.num_rewinds} "
-                "times (optim.spike_rewinds) and left out other data each time; look at the data, or lower "
-                "optim.lr"
+                "times (optim.spike_rewinds) and skipped different data each time; inspect the data, or "
+                "lower optim.lr"
             )
         self.num_rewinds += 1
         self.furthest = max(self.furthest, spikes.in_a_row[-1])
@@ -79,7 +79,7 @@ class Rewinds(Extra):
         self.rewinds = SpikeRewinds(self.cfg)
 
     def after_step(self, run: Any, step: int) -> int | None:
-        first_spike = self.rewinds.find(run.spikes, self.log.take_spikes())
+        first_spike = self.rewinds.find(run.spikes, self.log.pop_spikes())
         return None if first_spike is None else self.go_back(run)
 
     def may_save(self, run: Any, step: int) -> bool:
@@ -87,53 +87,54 @@ class Rewinds(Extra):
         return self.cfg.spike_rewind is None or not run.spikes.in_a_row
 
     def before_save(self, run: Any, step: int) -> None:
-        self.rewinds.find(run.spikes, self.log.take_spikes())  # under spike_rewind all were counted
+        self.rewinds.find(run.spikes, self.log.pop_spikes())  # under spike_rewind all were counted
 
     def go_back(self, run: Any) -> int:
         """Rewind to the newest good checkpoint before the streak of spikes, and skip their data. Collective.
 
-        Returns the step of that checkpoint. Raises SpikesPersist if there is none, or StorageError.
+        Returns the step of that checkpoint. Raises PersistentSpikes if there is none, or StorageError.
         """
         everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
-        with self.saving.excused():
+        with self.saving.tolerate_failure():
             self.saving.saver.wait()
         wait_param_gathers(run.buckets)
-        spikes, left_out = run.spikes.in_a_row, run.spikes.left_out_with_spikes()
+        spikes, left_out = run.spikes.in_a_row, run.spikes.data_steps_to_skip()
         shown = ", ".join(f"{step:,}" for step in spikes)
-        self.log.log_line(f"{len(spikes)} spikes in a row, steps {shown}: going back")
+        self.log.log_line(f"{len(spikes)} spikes in a row, steps {shown}: rewinding")
         step = self.load_before(run, spikes)
 
         # discard everything after that step
         folder = self.saving.root
-        run.spikes.continue_without(left_out)
+        run.spikes.skip_data_steps(left_out)
         if self.in_memory is not None:
             self.in_memory.drop_after(step)
-        state.first_rank_does(lambda: store.drop_after(folder, step), everyone, timeout_s)
+        state.run_on_first_rank(lambda: store.drop_after(folder, step), everyone, timeout_s)
         with store.storage_errors(folder.parent / lines.NAME, 0):
             self.log.rewind(step)
         self.saving.goodput.rewound(step)
         self.log.log_line(
-            f"back at the checkpoint of step {step:,}; steps of the data that are left out from now on, from "
+            f"rewound to the checkpoint of step {step:,}; data steps skipped from now on, counted from "
             f"0: {', '.join(f'{number:,}' for number in left_out)}"
         )
         return step
 
     def load_before(self, run: Any, spikes: list[int]) -> int:
-        """Load the newest good checkpoint before these steps, and return its step. Raises SpikesPersist."""
+        """Load the newest good checkpoint before these steps, and return its step. Raises
+        PersistentSpikes."""
         folder = self.saving.root
 
         def list_steps() -> list[int]:
             return [step for step, _ in store.committed_checkpoints(folder) if step < spikes[0]]
 
-        for step in state.first_rank_does(list_steps, run.mesh.world, run.cfg.checkpoint.timeout_s):
+        for step in state.run_on_first_rank(list_steps, run.mesh.world, run.cfg.checkpoint.timeout_s):
             try:
                 state.resume_after(run, folder, step)
             except store.IntegrityError as error:
                 self.log.log_line(f"warning: {failure.one_line(error)}")
                 continue
             return step
-        raise SpikesPersist(
+        raise PersistentSpikes(
             f"{len(spikes)} spikes in a row from step {spikes[0]:,} on (optim.spike_rewind), "
-            "and no good checkpoint before them to go back to; lower checkpoint.every, or raise "
+            "but no good checkpoint precedes them; lower checkpoint.every, or raise "
             "checkpoint.keep"
         )

@@ -101,5 +101,5 @@ def check_same_start(world: World, words: Sequence[str]) -> None:
     for rank, theirs in enumerate(others, 1):
         for what in own:
             if theirs[what] != first[what]:
-                raise ConfigError(f"rank {rank} was started with another {what} than rank 0; start every "
+                raise ConfigError(f"rank {rank} was started with a different {what} than rank 0; start every "
                                   "rank with the same command, from the same checkout")

@@ -33,7 +33,7 @@ from runtime.metrics import MetricsLogger
 from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Place, Slow, StepShares, slow_link
 
 SLOW_SHARE = 0.2  # minimum excess of a slow rank or link, as a fraction of a step
-LEAST_MS = 2.0  # less is timing noise
+MIN_MS = 2.0  # less is timing noise
 RANKS_PER_STEP = 100  # a window has at least (number of ranks / this) steps
 HISTORY = 20  # earlier windows to compare with
 FIRST_HISTORY = 3  # windows needed before comparing with earlier ones
@@ -131,7 +131,7 @@ class SlowRanks:
         rows: [ranks][COLUMNS].
         """
         step_ms = max(column(rows, "step"))  # a rank that is early may wait for the others after its step
-        tolerance = max(LEAST_MS, SLOW_SHARE * step_ms)
+        tolerance = max(MIN_MS, SLOW_SHARE * step_ms)
         stopped = column(rows, STOPPED)
         usual = statistics.median_low(stopped)  # above 0 if whole hosts stood still
         found = [Slow(STOPPED, (rank,), ms, usual) for rank, ms in enumerate(stopped)]
@@ -150,13 +150,13 @@ class SlowRanks:
 
     def slow_ranks(self, values: list[float], why: str) -> list[Slow]:
         """Compare each rank with the others of its pipeline stage. values: one per rank."""
-        found: list[Slow] = []
+        results: list[Slow] = []
         for ranks in self.peers[STAGE]:
             own = [values[rank] for rank in ranks]
             usual = self.usual((why, ranks), own)
             if usual is not None:
-                found += [Slow(why, (rank,), values[rank], usual) for rank in ranks]
-        return found
+                results += [Slow(why, (rank,), values[rank], usual) for rank in ranks]
+        return results
 
     def slow_links(self, waits: list[float], name: str) -> list[Slow]:
         """Compare the minimum wait of each group of an axis with the others. waits: one per rank."""
@@ -215,7 +215,7 @@ class SlowReports(Extra):
         self.slow.begin_phase(run.mesh.dims)
 
     def after_step(self, run: Any, step: int) -> None:
-        self.log.log_slow(step, *self.slow.add(self.log.take_shares()))
+        self.log.log_slow(step, *self.slow.add(self.log.pop_shares()))
 
     def close(self) -> None:
         self.slow.close()

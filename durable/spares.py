@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import config
-from runtime.processes import dying_with
+from runtime.processes import death_signal_setter
 from runtime.setup import become_rank
 
 SPARE_WORD = "--spare"  # the only argument of a spare
@@ -80,7 +80,7 @@ class Spares:
         for spare in self.used:
             spare.channel.close()
 
-    def tend(self) -> None:
+    def replace_missing(self) -> None:
         """Start a missing spare unless one is loading; call this repeatedly while the ranks train.
 
         Only one loads at a time, since that takes a core from the ranks. After one has died while loading, no
@@ -129,7 +129,7 @@ def start_spare(command: Sequence[str]) -> Spare:
             command,
             stdin=theirs.fileno(),
             start_new_session=True,
-            preexec_fn=dying_with(os.getpid()),
+            preexec_fn=death_signal_setter(os.getpid()),
         )
     ours.setblocking(False)
     return Spare(process, ours, code)
@@ -147,7 +147,7 @@ def wait_for_job() -> RankJob | None:
     return RankJob(**json.loads(received)) if received else None
 
 
-def words_of_process(argv: list[str]) -> list[str]:
+def process_words(argv: list[str]) -> list[str]:
     """Return argv. A spare waits for the arguments of the rank it becomes instead.
 
     A spare also takes that rank's environment, or exits here if it is not needed.

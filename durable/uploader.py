@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.disk_saves import Uploads
-from checkpoint.state import first_rank_does
+from checkpoint.state import run_on_first_rank
 from config import Config
-from data.remote import RemoteError, reason_of
+from data.remote import RemoteError, get_reason
 from durable import mirror
 from parallel.extras import Extra
 from parallel.wire.comm import Group
@@ -79,11 +79,11 @@ class CheckpointUploader(Uploads):
         except Exception as error:
             with self.changed:
                 self.failures += 1
-                self.reason = str(error) if isinstance(error, RemoteError) else reason_of(error)
+                self.reason = str(error) if isinstance(error, RemoteError) else get_reason(error)
                 of = "" if self.may_fail is None else f" of {self.may_fail}"
                 self.lines.append(
                     f"warning: upload to {self.url} failed ({self.failures}{of} in a row): {self.reason}; "
-                    "it is tried again with the next checkpoint"
+                    "it will be retried with the next checkpoint"
                 )
                 if self.may_fail is not None and self.failures >= self.may_fail:
                     self.given_up = True
@@ -93,7 +93,7 @@ class CheckpointUploader(Uploads):
                     self.lines.append(f"upload to {self.url} works again, after {self.failures} that failed")
                 self.failures = 0
 
-    def take_lines(self) -> list[str]:
+    def pop_lines(self) -> list[str]:
         """Return the events since the last call, as lines for the log."""
         if not self.lines:
             return []
@@ -112,7 +112,7 @@ class CheckpointUploader(Uploads):
 
     def error(self, what: str) -> RemoteError:
         return RemoteError(f"{self.url}: {what} ({self.reason or 'no answer'}); {self.folder} has every "
-                           "checkpoint, and the same command goes on and sends the newest")
+                           "checkpoint, and the same command resumes and uploads the newest")
 
     def finish(self, timeout_s: float) -> None:
         """Upload what is committed now and wait for it, with up to FINAL_TRIES attempts.
@@ -144,7 +144,7 @@ class UploadReports(Extra):
         self.log = log
 
     def after_step(self, run: Any, step: int) -> None:
-        for line in self.uploads.take_lines():
+        for line in self.uploads.pop_lines():
             self.log.log_line(line)
 
     def at_end(self, run: Any) -> None:
@@ -155,7 +155,7 @@ class UploadReports(Extra):
 
 def finish_uploads(uploads: CheckpointUploader, everyone: Group, timeout_s: float) -> None:
     """Wait until checkpoint.mirror has the newest checkpoint. Collective. Raises RemoteError."""
-    first_rank_does(lambda: uploads.finish(timeout_s), everyone, 2 * timeout_s)
+    run_on_first_rank(lambda: uploads.finish(timeout_s), everyone, 2 * timeout_s)
 
 
 def open_uploader(cfg: Config, folder: Path, is_first_rank: bool) -> CheckpointUploader:

@@ -1,1 +1,1 @@
-"""What proves and measures the program, which needs none of it: proof, benchmarks, scaling experiments."""
+"""Proof, benchmarks and scaling experiments, which import the program and are never imported by it."""

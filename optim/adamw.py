@@ -16,7 +16,7 @@ from kernels.rounding import ElementIndex, salt
 from optim.base import Optimizer, decoupled_rates
 from parallel.offload import CopyStream, copy_stream, staged_chunks
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.views import TensorRange, tensor_ranges, update_ranges
+from parallel.sharding.views import TensorRange, tensor_ranges
 from parallel.topology.mesh import Mesh
 
 
@@ -31,16 +31,9 @@ class AdamW(Optimizer):
         if buckets and buckets[0].sharding.offload_master:
             self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)
 
-    @torch.no_grad()
-    def step(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
-        """Apply update number `step` (from 1) with the gradients scaled by `grad_scale`.
-
-        `is_good` is a bool scalar. If it is False, skip the step and leave everything unchanged.
-        """
-        if is_good.device.type == "cpu" and not is_good:
-            return
+    def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
         for index, bucket in enumerate(self.buckets):
-            for run, has_decay, lr_factor, _ in update_ranges(bucket):
+            for elements, has_decay, lr_factor, _ in bucket.update_ranges:
                 rates = decoupled_rates(self.cfg, lr, has_decay, lr_factor)
                 numbers = AdamWStep(
                     lr=rates.lr,
@@ -52,22 +45,34 @@ class AdamW(Optimizer):
                     grad_scale=grad_scale,
                     is_good=is_good,
                 )
-                self.update_range(index, run, numbers)
+                self.update_range(index, elements, numbers)
 
-    def update_range(self, index: int, run: slice, numbers: AdamWStep) -> None:
-        """Update the elements `run` of the owned shard of bucket `index`, and their moments."""
-        bucket = self.buckets[index]
-        grad = bucket.grads.local[run]
-        weight_copy = None
-        if bucket.weights.local is not bucket.weights.master:
-            weight_copy = bucket.weights.local[run]
-        moments = [flats[index][run] for flats in self.moments.values()]
-        state = [bucket.weights.master[run], *moments]
+    def update_range(self, index: int, elements: slice, numbers: AdamWStep) -> None:
+        """Update a range of the owned shard of bucket `index`: masters, moments and compute weights."""
+        weights = self.buckets[index].weights
+        grad = self.buckets[index].grads.local[elements]
+        state = [weights.master[elements], *(flats[index][elements] for flats in self.moments.values())]
+        weight_copy = None if weights.local is weights.master else weights.local[elements]
+        if self.copy_stream is None and self.element_indices[index] is None:
+            adamw(state[0], grad, *state[1:], numbers, weight_copy=weight_copy)
+        else:
+            self.update_in_parts(index, elements.start, grad, state, numbers, weight_copy=weight_copy)
 
+    def update_in_parts(
+        self,
+        index: int,
+        first: int,
+        grad: Tensor,
+        state: list[Tensor],
+        numbers: AdamWStep,
+        *,
+        weight_copy: Tensor | None,
+    ) -> None:
+        """Update elements `first` and on: by chunks if they are in host memory, by tensors if in bf16."""
         for chunk, (param, exp_avg, exp_avg_sq) in self.chunks(state, grad.device):
             chunk_grad = grad[chunk]
             chunk_copy = part_of(weight_copy, chunk)
-            start = run.start + (chunk.start or 0)
+            start = first + (chunk.start or 0)
             end = start + len(param)
             for part, element_index in self.tensor_parts(index, start, end, numbers.step):
                 adamw(
@@ -75,7 +80,7 @@ class AdamW(Optimizer):
                     chunk_grad[part],
                     exp_avg[part],
                     exp_avg_sq[part],
-                    **vars(numbers),
+                    numbers,
                     weight_copy=part_of(chunk_copy, part),
                     element_index=element_index,
                 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config import OptimConfig
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.views import Moments, update_ranges
+from parallel.sharding.views import Moments
 from parallel.topology.mesh import Mesh
 
 
@@ -64,19 +64,18 @@ class Optimizer:
         if is_good.device.type == "cpu" and not is_good:
             return
         self.update(step, lr, grad_scale, is_good)
-        for bucket in self.buckets:
-            bucket.weights.copy_master_to_local()
 
     def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
-        """Update masters and moments with update_elements, one range of equal rates at a time.
+        """Update masters, moments and the weights in the compute dtype, given the arguments of `step`.
 
-        Takes the arguments of `step`. Override it in optimizers that need more than single elements.
+        This one calls update_elements, one range of equal rates at a time. Override it in optimizers that
+        need more than single elements. Nothing may change if `is_good` is False.
         """
         for index, bucket in enumerate(self.buckets):
-            for run, has_decay, lr_factor, _ in update_ranges(bucket):
-                weight = bucket.weights.master[run]
-                moments = [flats[index][run] for flats in self.moments.values()]
-                grad = bucket.grads.local[run] * grad_scale
+            for elements, has_decay, lr_factor, _ in bucket.update_ranges:
+                weight = bucket.weights.master[elements]
+                moments = [flats[index][elements] for flats in self.moments.values()]
+                grad = bucket.grads.local[elements] * grad_scale
                 rates = decoupled_rates(self.cfg, lr, has_decay, lr_factor)
                 updated = self.update_elements(
                     grad,
@@ -87,6 +86,7 @@ class Optimizer:
                     step=step,
                 )
                 copy_where([weight, *moments], updated, is_good)
+            bucket.weights.copy_master_to_local()
 
     def update_elements(
         self,

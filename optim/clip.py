@@ -3,13 +3,12 @@ import torch
 from torch import Tensor
 
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.views import update_ranges
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
 
 @torch.no_grad()
-def grad_norm(buckets: list[Bucket], mesh: Mesh, has_experts: bool = False) -> Tensor:
+def grad_norm(buckets: list[Bucket], mesh: Mesh, *, has_experts: bool) -> Tensor:
     """Return the L2 norm of all gradients; each element counts once in every layout (Slot.counted_in_norm).
 
     `has_experts` says whether any pipeline stage has experts. Their gradients are summed over separate
@@ -35,9 +34,9 @@ def local_sum_of_squares(buckets: list[Bucket], is_expert: bool) -> Tensor:
     for bucket in buckets:
         if bucket.is_expert != is_expert:
             continue
-        for run, _, _, counted_in_norm in update_ranges(bucket):
+        for elements, _, _, counted_in_norm in bucket.update_ranges:
             if counted_in_norm:
-                norms.append(torch.linalg.vector_norm(bucket.grads.local[run]))
+                norms.append(torch.linalg.vector_norm(bucket.grads.local[elements]))
     if not norms:
         return buckets[0].grads.local.new_zeros(())
     return torch.stack(norms).square().sum()

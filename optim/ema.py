@@ -20,14 +20,14 @@ from torch import Tensor
 
 from config.optimizers import EMA
 from kernels.grad import accumulation_dtype
-from parallel.extras import Extra
+from parallel.extras import StepExtra
 from parallel.offload import CopyStream, copy_stream, staged_chunks
 from parallel.sharding.bucket import Bucket, wait_param_gathers
 from parallel.sharding.views import Moments
 from parallel.topology.mesh import Mesh
 
 
-class WeightEMA(Extra):
+class WeightEMA(StepExtra):
     """Moving average of the master weights, updated after each step.
 
     averages: one flat [owned elements] tensor per bucket, in fp32 (fp64 in an fp64 run), next to its master.

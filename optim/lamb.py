@@ -10,7 +10,7 @@ from torch import Tensor
 from config import OptimConfig
 from optim.base import Optimizer, copy_where
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.views import boxes_of, update_ranges
+from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
@@ -54,7 +54,7 @@ class TrustRatioOptimizer(Optimizer):
 
     def add_squares(self, squares: Tensor, bucket: Bucket, flat: Tensor) -> None:
         """Add the squares of flat [owned elements] to squares [tensors]; each element counts on one rank."""
-        for box, values in boxes_of(bucket, flat, each_once=True):
+        for box, values in get_boxes(bucket, flat, each_once=True):
             row = self.tensor_index.get(box.key)
             if row is not None:
                 squares[row] += values.square().sum()
@@ -70,7 +70,7 @@ class TrustRatioOptimizer(Optimizer):
     ) -> Tensor:
         """Return the direction of bucket `index`, times trust * ratio in tensors that have a ratio."""
         direction = self.direction(index, step, grad_scale)
-        for box, values in boxes_of(self.buckets[index], direction):
+        for box, values in get_boxes(self.buckets[index], direction):
             row = self.tensor_index.get(box.key)
             if row is not None:
                 values.mul_(trust * ratios[row])
@@ -80,9 +80,9 @@ class TrustRatioOptimizer(Optimizer):
         """Return cfg.weight_decay * master for bucket `index`, 0 for elements without weight decay."""
         bucket = self.buckets[index]
         term = torch.zeros_like(bucket.weights.master)
-        for run, has_decay, *_ in update_ranges(bucket):
+        for elements, has_decay, *_ in bucket.update_ranges:
             if has_decay:
-                term[run] = self.cfg.weight_decay * bucket.weights.master[run]
+                term[elements] = self.cfg.weight_decay * bucket.weights.master[elements]
         return term
 
 
@@ -91,7 +91,7 @@ class LAMB(TrustRatioOptimizer):
 
     def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
         for index, bucket in enumerate(self.buckets):
-            exp_avg, exp_avg_sq = self.moments_of(index)
+            exp_avg, exp_avg_sq = self.get_moments(index)
             grad = bucket.grads.local * grad_scale
             new_exp_avg = exp_avg.lerp(grad, 1 - self.cfg.beta1)
             new_exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - self.cfg.beta2)
@@ -103,16 +103,17 @@ class LAMB(TrustRatioOptimizer):
             master = bucket.weights.master
             new_master = master - lr * direction
             copy_where([master], (new_master,), is_good)
+            self.buckets[index].weights.copy_master_to_local()
 
     def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
         """Compute the direction from the moments, which already include this step's gradients."""
-        exp_avg, exp_avg_sq = self.moments_of(index)
+        exp_avg, exp_avg_sq = self.get_moments(index)
         bias_correction1 = 1 - self.cfg.beta1**step
         bias_correction2 = 1 - self.cfg.beta2**step
         root = (exp_avg_sq / bias_correction2).sqrt_().add_(self.cfg.eps)
         return exp_avg / bias_correction1 / root + self.weight_decay_term(index)
 
-    def moments_of(self, index: int) -> tuple[Tensor, Tensor]:
+    def get_moments(self, index: int) -> tuple[Tensor, Tensor]:
         return self.moments["adam_m"][index], self.moments["adam_v"][index]
 
 
@@ -129,6 +130,7 @@ class LARS(TrustRatioOptimizer):
             master = bucket.weights.master
             new_master = master - new_momentum
             copy_where([momentum, master], (new_momentum, new_master), is_good)
+            self.buckets[index].weights.copy_master_to_local()
 
     def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
         return self.buckets[index].grads.local * grad_scale + self.weight_decay_term(index)

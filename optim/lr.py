@@ -20,7 +20,7 @@ class RateSchedule:
     end: int
 
 
-def schedules_of(phases: Phases, steps: int) -> list[RateSchedule]:
+def get_rate_schedules(phases: Phases, steps: int) -> list[RateSchedule]:
     """Return the schedules of a run of `steps` steps, in order.
 
     A schedule spans from a phase that sets one of its keys to the next such phase, or to the end of the run.

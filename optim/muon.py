@@ -11,7 +11,6 @@ where it narrows. These are the same rates as AdamW's (ParameterSpec.with_mup).
 Orthogonalization needs whole matrices, however they are sharded: optim/muon_exchange.py gathers each matrix
 on one rank of the pipeline stage and sends back the results.
 """
-import torch
 from torch import Tensor
 
 from config import OptimConfig
@@ -27,7 +26,7 @@ from optim.muon_exchange import (
 )
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.views import Moments, boxes_of, update_ranges
+from parallel.sharding.views import Moments, get_boxes
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
@@ -62,11 +61,11 @@ class Muon(Optimizer):
         self.plan = plan_matrix_exchange(held_by_rank, counted_by_rank, self.group.index)
 
     def hidden_boxes(self, each_once: bool) -> list[Box]:
-        """Return the boxes of hidden matrices on this rank; `each_once` is passed to boxes_of."""
+        """Return the boxes of hidden matrices on this rank; `each_once` is passed to get_boxes."""
         boxes: list[Box] = []
         for index in self.hidden_buckets:
             bucket = self.buckets[index]
-            boxes += [box for box, _ in boxes_of(bucket, bucket.weights.master, each_once)]
+            boxes += [box for box, _ in get_boxes(bucket, bucket.weights.master, each_once)]
         return boxes
 
     def state(self) -> Moments:
@@ -79,23 +78,18 @@ class Muon(Optimizer):
             state[name] = [None if bucket.is_hidden else next(remaining) for bucket in self.buckets]
         return state
 
-    @torch.no_grad()
-    def step(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
-        """Apply update number `step` (from 1) with the gradients scaled by `grad_scale`.
+    def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
+        """Update everything but the hidden matrices with AdamW, then these.
 
-        `is_good` is a bool scalar. If it is False, skip the step and leave everything unchanged.
+        is_good is the same on every rank, so no rank waits for another in the all-to-all.
         """
-        # is_good is the same on every rank, so no rank waits for another in the all-to-all
-        if is_good.device.type == "cpu" and not is_good:
-            return
-        # everything but the hidden matrices
-        self.adamw.step(step, lr, grad_scale, is_good)
+        self.adamw.update(step, lr, grad_scale, is_good)
 
         # the hidden matrices
         updates = self.update_momentum(grad_scale, is_good)
         views: list[BoxValues] = []
         for index in self.hidden_buckets:
-            views += boxes_of(self.buckets[index], updates[index])
+            views += get_boxes(self.buckets[index], updates[index])
         self.orthogonalize(views)
         for index in self.hidden_buckets:
             self.update_weights(self.buckets[index], updates[index], lr, is_good)
@@ -113,10 +107,10 @@ class Muon(Optimizer):
 
     def update_weights(self, bucket: Bucket, update: Tensor, lr: float, is_good: Tensor) -> None:
         """Apply a flat update [owned shard] to the masters of the bucket."""
-        for run, _, lr_factor, _ in update_ranges(bucket):
-            weight = bucket.weights.master[run]
+        for elements, _, lr_factor, _ in bucket.update_ranges:
+            weight = bucket.weights.master[elements]
             decayed = weight * (1 - lr * self.cfg.weight_decay)
-            new_weight = decayed - lr * lr_factor * update[run]
+            new_weight = decayed - lr * lr_factor * update[elements]
             copy_where([weight], (new_weight,), is_good)
         bucket.weights.copy_master_to_local()
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.extras import Extra, Gradients
+from parallel.extras import Gradients, StepExtra
 from parallel.sharding.bucket import Bucket
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -49,7 +49,7 @@ def noise_scale_estimate(
     return torch.stack([trace, big - trace / big_tokens])
 
 
-class GradientNoiseScale(Extra):
+class GradientNoiseScale(StepExtra):
     """Estimate the noise scale of each step (log.noise_scale).
 
     latest: [S, |G|^2] of the last step, on the device, or None if that step had a single microbatch.

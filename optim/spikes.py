@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from config import OptimConfig
-from parallel.extras import Extra, Gradients
+from parallel.extras import Gradients, StepExtra
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
@@ -82,7 +82,7 @@ class SpikeWindow:
         self.count = torch.full_like(self.count, count)
 
 
-class SpikeState(Extra):
+class SpikeState(StepExtra):
     """Spike window and skipped data steps; every checkpoint stores both, even without optim.spike_sigma.
 
     left_out: data steps (from 0) that the run skips, ascending.
@@ -111,11 +111,11 @@ class SpikeState(Extra):
         """Record whether a finite step was a spike. Call it in step order."""
         self.in_a_row = [*self.in_a_row, step] if is_spike else []
 
-    def left_out_with_spikes(self) -> list[int]:
+    def data_steps_to_skip(self) -> list[int]:
         """Return left_out plus the data steps of the current streak of spikes."""
         return sorted([*self.left_out, *(self.data_step(step) for step in self.in_a_row)])
 
-    def continue_without(self, left_out: list[int]) -> None:
+    def skip_data_steps(self, left_out: list[int]) -> None:
         """Skip these data steps from now on, and end the streak."""
         self.left_out = left_out
         self.in_a_row = []

@@ -1,14 +1,15 @@
 """Hooks around the training step, one object per optional feature.
 
-An optional feature subclasses Extra and overrides the hooks it needs; train.py calls the hooks by name, in
-the order of the methods below. A run holds its features in a tuple, Extras, which forwards each hook to all
-of them in order. build.py builds the tuple from the config (extras_of_step, extras_of_loop): a feature
-that is not configured is neither in the tuple nor imported.
+An optional feature subclasses Extra and overrides the hooks it needs: the moments of the loop. Inside the
+step only a StepExtra is called. train.py calls the hooks by name, in the order of the methods below. A run
+holds its features in a tuple, Extras, which forwards each hook to all of them in order. build.py builds the
+tuple from the config (extras_of_step, extras_of_loop): a feature that is not configured is neither in the
+tuple nor imported.
 
 This file lives in the lowest package that uses tensors, so that optim/, checkpoint/ and runtime/ can each
 define their own hooks.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -44,51 +45,17 @@ class StepResult(NamedTuple):
 class Extra:
     """Base class whose hooks do nothing. `run` is the runtime.run.TrainingRun of the current phase."""
 
-    # ---- in the loop, before the step ----------------------------------------------------------------------
-
     def on_resume(self, run: Any, step: int) -> None:
         """Called before step `step` + 1 when a phase begins: at launch, resume, or a phase boundary."""
 
     def before_step(self, run: Any, step: int) -> None:
         """Called first in each step."""
 
-    def before_read(self, run: Any, step: int) -> None:
-        """Called before the microbatches are read."""
-
-    # ---- in the step ---------------------------------------------------------------------------------------
-
-    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
-        """Called before the forward, and again each time the step is recomputed."""
-
-    def gradients_ready(self, run: Any, step: int) -> None:
-        """Called after the gradients are reduced, before their norm; again for each recomputation."""
-
-    def judge(
-        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
-    ) -> Tensor:
-        """Return whether to apply the step, as a bool scalar on the device.
-
-        `good` is the verdict of the extras called before this one. `again` recomputes the gradients.
-        """
-        return good
-
-    def weights_updated(self, run: Any, step: int, good: Tensor) -> None:
-        """Called after the optimizer, before the all-gather. `good`: whether the update was applied."""
-
-    # ---- in the loop, after the step -----------------------------------------------------------------------
-
-    def take_lines(self) -> list[str]:
-        """Return new log lines about the step just computed; each line is returned once."""
-        return []
-
-    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
-        """Called when the step is complete but not yet logged."""
-
-    def step_logged(self, run: Any, step: int) -> None:
-        """Called after the step is handed to the log, which may still hold its numbers on the device."""
-
     def after_step(self, run: Any, step: int) -> int | None:
-        """Called at the end of a step. Return the step the run was rewound to, or None to continue."""
+        """Called after the step is handed to the log, which may still hold its numbers on the device.
+
+        Return the step the run was rewound to, or None to continue.
+        """
 
     def evaluated(self, run: Any, step: int, *, loss: float | None, ids: list[int]) -> None:
         """Called after an evaluation. `ids` are the tokens of the generated sample."""
@@ -109,11 +76,43 @@ class Extra:
         """Called once at the end of the run, after the final save and the summary."""
 
     def close(self) -> None:
-        """Called when the loop exits, normally or by an exception: of the extras of the loop alone."""
+        """Called when the extra is no longer used, also after an exception: for the extras of the loop when
+        the loop exits, for those of the step when their phase does."""
+
+
+class StepExtra(Extra):
+    """An extra that is also called inside the step."""
+
+    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
+        """Called before the forward, and again each time the step is recomputed."""
+
+    def gradients_ready(self, run: Any, step: int) -> None:
+        """Called after the gradients are reduced, before their norm; again for each recomputation."""
+
+    def judge(
+        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
+    ) -> Tensor:
+        """Return whether to apply the step, as a bool scalar on the device.
+
+        `good` is the verdict of the extras called before this one. `again` recomputes the gradients.
+        """
+        return good
+
+    def weights_updated(self, run: Any, step: int, good: Tensor) -> None:
+        """Called after the optimizer, before the all-gather. `good`: whether the update was applied."""
+
+    def pop_lines(self) -> list[str]:
+        """Return new log lines about the step just computed; each line is returned once."""
+        return []
 
 
 class Extras(tuple[Extra, ...]):
-    """The extras of a run, in call order."""
+    """The extras of a run, in call order. in_step: those that are called inside the step."""
+
+    def __init__(self, _: Iterable[Extra] = ()) -> None:
+        self.in_step = [extra for extra in self if isinstance(extra, StepExtra)]
+
+    # ---- in the loop ---------------------------------------------------------------------------------------
 
     def on_resume(self, run: Any, step: int) -> None:
         for extra in self:
@@ -122,40 +121,6 @@ class Extras(tuple[Extra, ...]):
     def before_step(self, run: Any, step: int) -> None:
         for extra in self:
             extra.before_step(run, step)
-
-    def before_read(self, run: Any, step: int) -> None:
-        for extra in self:
-            extra.before_read(run, step)
-
-    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
-        for extra in self:
-            extra.before_gradients(run, step, batches)
-
-    def gradients_ready(self, run: Any, step: int) -> None:
-        for extra in self:
-            extra.gradients_ready(run, step)
-
-    def judge(
-        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
-    ) -> Tensor:
-        for extra in self:
-            good = extra.judge(run, step, gradients, good=good, again=again)
-        return good
-
-    def weights_updated(self, run: Any, step: int, good: Tensor) -> None:
-        for extra in self:
-            extra.weights_updated(run, step, good)
-
-    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
-        for extra in self:
-            extra.step_computed(run, step, result)
-
-    def take_lines(self) -> list[str]:
-        return [line for extra in self for line in extra.take_lines()]
-
-    def step_logged(self, run: Any, step: int) -> None:
-        for extra in self:
-            extra.step_logged(run, step)
 
     def after_step(self, run: Any, step: int) -> int | None:
         answers = [extra.after_step(run, step) for extra in self]
@@ -185,8 +150,32 @@ class Extras(tuple[Extra, ...]):
         for extra in self:
             extra.close()
 
+    # ---- in the step ---------------------------------------------------------------------------------------
 
-class GradientHook(Extra):
+    def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
+        for extra in self.in_step:
+            extra.before_gradients(run, step, batches)
+
+    def gradients_ready(self, run: Any, step: int) -> None:
+        for extra in self.in_step:
+            extra.gradients_ready(run, step)
+
+    def judge(
+        self, run: Any, step: int, gradients: Gradients, *, good: Tensor, again: Callable[[], Gradients]
+    ) -> Tensor:
+        for extra in self.in_step:
+            good = extra.judge(run, step, gradients, good=good, again=again)
+        return good
+
+    def weights_updated(self, run: Any, step: int, good: Tensor) -> None:
+        for extra in self.in_step:
+            extra.weights_updated(run, step, good)
+
+    def pop_lines(self) -> list[str]:
+        return [line for extra in self.in_step for line in extra.pop_lines()]
+
+
+class GradientHook(StepExtra):
     """Call look() once the gradients are reduced, to record or test a step."""
 
     def __init__(self, look: Callable[[], object]) -> None:

@@ -10,19 +10,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from config import Config, ConfigError
-from config.reading import phases_of
+from config.reading import get_phases
 from config.tree import with_values
 from config.values import Values
 from model.router import mixture
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
-from plan.search import TRANSIENT_BYTES, job_of
+from plan.search import TRANSIENT_BYTES, make_job
 
 MIB = 2**20
 GIB = 2**30
 NUM_ADVISED = 3  # settings named in a message
 COMMUNICATORS = "buffers of NCCL's communicators"  # plan/communicators.py
-LEAST_SAVING = 0.02  # fraction of the total: settings that save less are not named
+MIN_SAVING = 0.02  # fraction of the total: settings that save less are not named
 
 
 class Holdings(NamedTuple):
@@ -55,18 +55,18 @@ def holdings(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
 
     `gpu` is None if the job runs on CPUs. Raises ConfigError if train.py refuses the job.
     """
-    of_phases = [holdings_of_phase(phase.cfg, world, gpu) for phase in phases_of(cfg).all]
+    of_phases = [holdings_of_phase(phase.cfg, world, gpu) for phase in get_phases(cfg).all]
     return max(of_phases, key=lambda held: held.total)
 
 
 def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
     """Return the holdings of the fullest rank in one phase."""
-    job, _ = job_of(cfg, world)
+    job, _ = make_job(cfg, world)
     communicators = 0 if gpu is None else communicator_bytes(job, gpu)
     ranks: list[Holdings] = []
     for here in job.of_pipeline_ranks():
         parts = state_bytes(here)
-        parts["full weights and gradients of the moment"] = passing_bytes(here)
+        parts["temporary full weights and gradients"] = passing_bytes(here)
         parts["activations"] = peak_activation_bytes(here)
         parts[COMMUNICATORS] = communicators
         ordered = sorted(parts.items(), key=lambda part: -part[1])
@@ -107,7 +107,7 @@ def find_savings(cfg: Config, world: int, gpu: Gpu | None) -> list[Saving]:
             total = holdings(with_values(cfg, values), world, gpu).total
         except ConfigError:
             continue
-        if total < (1 - LEAST_SAVING) * now:
+        if total < (1 - MIN_SAVING) * now:
             savings.append(Saving(values, total))
     return savings
 
@@ -153,13 +153,13 @@ def memory_advice(cfg: Config, world: int, capacity: float | None, gpu: Gpu = Gp
     if communicators and COMMUNICATORS not in largest:
         largest += f", {COMMUNICATORS} {size_text(communicators)}"
     of_capacity = "" if capacity is None else f" of {size_text(capacity)}"
-    text = f"by the planner the fullest rank holds {size_text(held.total)}{of_capacity}: {largest}"
+    text = f"according to the planner, the fullest rank holds {size_text(held.total)}{of_capacity}: {largest}"
     usable = math.inf if capacity is None else capacity - reserved_bytes(gpu) - TRANSIENT_BYTES
     if capacity is not None and held.total <= usable:
         text += ", which fits: does another process use this GPU"
     savings = choose_savings(cfg, world, on_gpu, usable)
     if not savings:
-        return f"{text}; no single setting would make it less: more ranks would, or a smaller model"
+        return f"{text}; no single setting would reduce it: more ranks would, or a smaller model"
     fitting = [str(saving) for saving in savings if capacity is not None and saving.total <= usable]
     others = [str(saving) for saving in savings if str(saving) not in fitting]
     for lead, settings in (("it would fit with", fitting), ("less with", others)):

@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from config import Config, ConfigError
 from config.axes import AXES, axis_degrees, ranks_of_layout
-from config.reading import Phase, defaults, phases_of
+from config.reading import Phase, defaults, get_phases
 from config.reading.schedules import plan_pipeline
 from config.tree import value_at, with_values
 from config.values import Values
 from plan import elastic, run_report
 from plan.cost import Cluster, cluster
-from plan.efficiency import efficiency_of
-from plan.job import RankDevice, check_routing, job_of_rank
+from plan.efficiency import get_efficiency
+from plan.job import RankDevice, check_routing, make_rank_job
 from plan.near_ties import NEAR, near_groups
 from plan.search import LAYOUT_KEYS, SearchResult, Target, price, search
 from plan.search_processes import best_layouts
@@ -34,7 +34,7 @@ SMALLER = (
     {"parallel.offload": "both", "optim.states": "bf16"},
 )
 HOLDS_LEAST = {"train.micro_batch": 1, "parallel.recompute": "full"}
-MOST_SAVED = 4.0  # factor: such settings save less than this
+MAX_SAVED = 4.0  # factor: such settings save less than this
 MORE_GPUS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -72,7 +72,7 @@ def longest_phase(cfg: Config, after: int = 0) -> Phase:
 
     A layout that fits it fits the others, if their microbatches have at most as many tokens.
     """
-    return max(phases_of(cfg).from_step(after), key=lambda phase: phase.cfg.train.seq_len)
+    return max(get_phases(cfg).from_step(after), key=lambda phase: phase.cfg.train.seq_len)
 
 
 # ---- where none fits ---------------------------------------------------------------------------------------
@@ -100,13 +100,13 @@ def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) 
 
     if math.isinf(smallest):
         try:
-            job_of_rank(with_values(cfg, HOLDS_LEAST | fixed), target.world, 0, advise=False)
+            make_rank_job(with_values(cfg, HOLDS_LEAST | fixed), target.world, 0, advise=False)
         except ConfigError as refusal:
             return f"{refusal}; set fewer keys of the layout"
         return "set fewer keys of the layout"
     times = smallest / target.cluster.memory
     ways: list[str] = []
-    for keys in SMALLER if times < MOST_SAVED else ():
+    for keys in SMALLER if times < MAX_SAVED else ():
         if fits(with_values(cfg, keys), target):
             ways.append(" ".join(f"--{key} {value}" for key, value in keys.items()))
     state = run_report.checkpoint_bytes(cfg) / (target.cluster.memory * target.world)
@@ -116,13 +116,13 @@ def what_would_fit(cfg: Config, target: Target, fixed: Values, smallest: float) 
             ways.append(gpu_count(more.world))
             break
     needs = f"the smallest needs at least {smallest / GIB:.0f} GiB"
-    return f"{needs}; it fits with {', or '.join(ways)}" if ways else f"{needs}; take many more"
+    return f"{needs}; it fits with {', or '.join(ways)}" if ways else f"{needs}; use many more"
 
 
 # ---- the layout of a run -----------------------------------------------------------------------------------
 
 
-def machine_of(cfg: Config, device: RankDevice) -> Cluster:
+def get_machine(cfg: Config, device: RankDevice) -> Cluster:
     """Return the cluster that parallel.auto names, with the memory of this machine's GPU.
 
     Raises ConfigError if the name is unknown, or if the cluster has another GPU.
@@ -148,9 +148,9 @@ def best_layout(
 
     `stated` keys (section.key) are fixed. Raises ConfigError if no layout fits.
     """
-    hardware = check_asked(cfg, device, after)
+    hardware = check_requested(cfg, device, after)
     heaviest = elastic.with_any_vocab(longest_phase(cfg, after).cfg)
-    target = Target(world, hardware, efficiency_of(hardware))
+    target = Target(world, hardware, get_efficiency(hardware))
     fixed = fixed_values(cfg, stated)
     result, _ = best_layouts(heaviest, target, fixed, TOP, near=NEAR)
     if not result.found:
@@ -177,10 +177,10 @@ def layout_as_saved(
     cfg: Config, world: int, device: RankDevice, saved: Config, after: int
 ) -> AutoLayout:
     """Return the layout of the saved config `saved`, without a search."""
-    hardware = machine_of(cfg, device)
+    hardware = get_machine(cfg, device)
     values = {key: value_at(saved, key) for key in LAYOUT_KEYS}
     heaviest = elastic.with_any_vocab(with_values(longest_phase(cfg, after).cfg, values))
-    found = price(heaviest, Target(world, hardware, efficiency_of(hardware)), SearchResult())
+    found = price(heaviest, Target(world, hardware, get_efficiency(hardware)), SearchResult())
     begun = f"as this run has begun on {ranks_text(world)} of {hardware.name}"
     return AutoLayout(values, described(heaviest, world, begun, found.forecast.step if found else None))
 
@@ -203,7 +203,7 @@ def layout_of_run(
         return best_layout(cfg, world, device, stated, after)
     old, ranks = saved
     if ranks == world:
-        check_asked(cfg, device, after)
+        check_requested(cfg, device, after)
         fixed = fixed_values(cfg, stated)
         if all(value_at(old, key) == value for key, value in fixed.items()):
             return layout_as_saved(cfg, world, device, old, after)
@@ -211,20 +211,20 @@ def layout_of_run(
     best = best_layout(cfg, world, device, stated, after)
     raise ConfigError(
         f"{KEY}: this run has the best layout for {ranks_text(ranks)}, and there "
-        f"{'is' if world == 1 else 'are'} {world}: start {ranks}, or go on in that for {ranks_text(world)}, "
-        f"with --{KEY} none {arguments(with_values(cfg, best.values))}"
+        f"{'is' if world == 1 else 'are'} {world}: start {ranks}, or continue in that for "
+        f"{ranks_text(world)}, with --{KEY} none {arguments(with_values(cfg, best.values))}"
     )
 
 
-def check_asked(cfg: Config, device: RankDevice, after: int) -> Cluster:
+def check_requested(cfg: Config, device: RankDevice, after: int) -> Cluster:
     """Return the cluster to search for. Raises ConfigError if other keys choose the layout, too."""
     if cfg.parallel.elastic:
         raise ConfigError(
             f"{KEY}: takes a layout for one number of ranks, and parallel.elastic one for each start; "
             "leave one of them out"
         )
-    hardware = machine_of(cfg, device)
-    for phase in phases_of(cfg).from_step(after):
+    hardware = get_machine(cfg, device)
+    for phase in get_phases(cfg).from_step(after):
         for key in phase.changes:
             if key in LAYOUT_KEYS:
                 raise ConfigError(

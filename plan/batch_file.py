@@ -26,7 +26,7 @@ def node_shape(gpus: int, node: int) -> NodeShape:
     nodes, rest = divmod(gpus, node)
     if rest:
         raise ConfigError(f"--sbatch: {gpus} GPUs do not fill their nodes of {node}; "
-                          f"take --gpus {nodes * node} or {(nodes + 1) * node}")
+                          f"use --gpus {nodes * node} or {(nodes + 1) * node}")
     return NodeShape(nodes, node)
 
 

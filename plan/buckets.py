@@ -104,11 +104,11 @@ def buckets(job: Job) -> dict[int, BucketsOfParts]:
 
 def unique_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:
     """Return every bucket of the rank, in build.py's order: a shared table once, a block's for each block."""
-    found: list[PlannedBucket] = []
+    results: list[PlannedBucket] = []
     for parts in planned.values():
         for part in parts:
-            found += [bucket for bucket in part if bucket.num_users == 1 or bucket not in found]
-    return found
+            results += [bucket for bucket in part if bucket.num_users == 1 or bucket not in results]
+    return results
 
 
 def sharers(job: Job, expert: bool) -> Sharers:

@@ -163,16 +163,16 @@ def boundary_bytes(job: Job) -> list[int]:
     """Return the bytes received by each stage for a microbatch, on one rank: hidden states, and keys shared
     by layers on both sides (model/shared_keys.py). The first stage receives nothing."""
     widths = widths_between_stages(job.cfg, job.cuts)
-    return [0, *(width * bytes_of_channel(job.cfg) for width in widths[1:])]
+    return [0, *(width * channel_bytes(job.cfg) for width in widths[1:])]
 
 
 def shared_key_bytes(job: Job, stage: int) -> int:
     """Return the part of boundary_bytes for keys that a stage shares with earlier ones."""
-    hidden = job.cfg.model.hidden * bytes_of_channel(job.cfg)
+    hidden = job.cfg.model.hidden * channel_bytes(job.cfg)
     return max(0, boundary_bytes(job)[stage] - hidden)
 
 
-def bytes_of_channel(cfg: Config) -> int:
+def channel_bytes(cfg: Config) -> int:
     """Return the bytes of one channel of a microbatch's hidden states, on one rank."""
     tokens = cfg.train.micro_batch * cfg.train.seq_len // cfg.parallel.cp
     if cfg.parallel.sp:

@@ -71,13 +71,13 @@ class Gpu(NamedTuple):
     name: str = ""
     node: int = NODE
 
-    def is_one_of(self, names: tuple[str, ...]) -> bool:
+    def matches_any(self, names: tuple[str, ...]) -> bool:
         return any(name in self.name for name in names)
 
 
 def reserved_bytes(gpu: Gpu) -> int:
     """Return the overhead on any GPU: CUDA's context, library workspaces, the allocator's gaps."""
-    workspace = OLDER_WORKSPACE_BYTES if gpu.is_one_of(BEFORE_HOPPER) else WORKSPACE_BYTES
+    workspace = OLDER_WORKSPACE_BYTES if gpu.matches_any(BEFORE_HOPPER) else WORKSPACE_BYTES
     return CONTEXT_BYTES + 2 * workspace + ALLOCATOR_BYTES
 
 
@@ -91,7 +91,7 @@ def communicator_bytes(job: Job, gpu: Gpu) -> int:
         peers = 0
         for name in names:
             peers = max(peers, num_peers(job.cfg, name, used.get(name, set()), len(ranks)))
-        total += bytes_of_communicator(placement_of(ranks, job.rank, gpu.node), peers, gpu)
+        total += communicator_nbytes(get_placement(ranks, job.rank, gpu.node), peers, gpu)
     return total
 
 
@@ -117,11 +117,11 @@ class Placement(NamedTuple):
         return self.near == self.size
 
 
-def placement_of(ranks: tuple[int, ...], rank: int, node: int) -> Placement:
+def get_placement(ranks: tuple[int, ...], rank: int, node: int) -> Placement:
     return Placement(len(ranks), sum(other // node == rank // node for other in ranks))
 
 
-def bytes_of_communicator(placement: Placement, peers: int, gpu: Gpu) -> int:
+def communicator_nbytes(placement: Placement, peers: int, gpu: Gpu) -> int:
     """Return the bytes of one communicator. It sends to `peers` ranks, those in its node first."""
     extent = "node" if placement.is_in_node else "nodes"
     receives = in_pages(LL_BUFFER + LL128_BUFFER + SIMPLE_BUFFER)
@@ -132,7 +132,7 @@ def bytes_of_communicator(placement: Placement, peers: int, gpu: Gpu) -> int:
         to_other_node = in_pages(LL128_BUFFER + SIMPLE_BUFFER)
         sends += (to_other_node - PAGE) / placement.near
     total = COLLECTIVE_CHANNELS[extent] * (receives + sends)
-    if placement.near > 2 and not gpu.is_one_of(WITHOUT_NVLS):
+    if placement.near > 2 and not gpu.matches_any(WITHOUT_NVLS):
         total += NVLS_BUFFER * placement.near
 
     # point-to-point transfers

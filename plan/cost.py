@@ -179,7 +179,7 @@ def seconds_on_links(
     return hops * efficiency.hop + max(inside, between)
 
 
-def hops_of(verb: str, size: int) -> float:
+def num_hops(verb: str, size: int) -> float:
     """Return the number of consecutive messages in one exchange of `size` ranks."""
     return 1.0 if verb in TRANSFERS else math.log2(size)
 
@@ -196,7 +196,7 @@ class Links(NamedTuple):
     copies: int = 1
 
 
-def links_of(job: Job, cluster: Cluster, efficiency: Efficiency) -> Links:
+def get_links(job: Job, cluster: Cluster, efficiency: Efficiency) -> Links:
     experts = mixture(job.cfg.model)
     copies = experts.top_k if experts and efficiency.relayed else 1
     return Links(job.layout, cluster, efficiency, copies=copies)
@@ -211,7 +211,7 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
     sent = crossing(links.layout, links.cluster, group=group, verb=verb, nbytes=nbytes)
     if verb == "all_to_all" and links.copies > 1:
         sent = relayed_bytes(sent, nbytes=nbytes, copies=links.copies)
-    return seconds_on_links(links.cluster, links.efficiency, sent, hops=calls * hops_of(verb, size))
+    return seconds_on_links(links.cluster, links.efficiency, sent, hops=calls * num_hops(verb, size))
 
 
 def relayed_bytes(sent: tuple[float, float], *, nbytes: float, copies: int) -> tuple[float, float]:
@@ -341,7 +341,7 @@ def stage_times(
 ) -> Times:
     """Return the times of one microbatch in one stage. A step has `microbatches`."""
     roofline = Roofline(cluster, efficiency, job.cfg.train.dtype)
-    links = links_of(job, cluster, efficiency)
+    links = get_links(job, cluster, efficiency)
     is_split = job.schedule.splits_backward
     total = Times()
     for record, repeats in Counter(records_of_stage(job, stage)).items():
@@ -422,7 +422,7 @@ def forecast(
     `slowdown` is a factor for each place of the pipeline, 1 by default."""
     schedule = job.schedule
     slowdown = slowdown or (1.0,) * job.layout.pp
-    links = links_of(job, cluster, efficiency)
+    links = get_links(job, cluster, efficiency)
     seconds, waits = times_of_stages(job, microbatches, cluster, efficiency, slowdown)
     rank = busiest_rank(job, links, seconds, microbatches=microbatches, slowdown=slowdown)
 

@@ -49,11 +49,11 @@ def count_elements(model: ModelConfig, is_counted: Condition = always) -> int:
     shared_table = parts[0].shared_table
     elements = 0
     for part, repeats in Counter(parts).items():
-        elements += repeats * size_of(part.params, is_counted)
-    return elements if shared_table is None else elements + size_of((shared_table,), is_counted)
+        elements += repeats * total_size(part.params, is_counted)
+    return elements if shared_table is None else elements + total_size((shared_table,), is_counted)
 
 
-def size_of(params: Iterable[ShardedParameter], is_counted: Condition) -> int:
+def total_size(params: Iterable[ShardedParameter], is_counted: Condition) -> int:
     specs = [param.spec for param in params]
     return sum(spec.numel for spec in specs if is_counted(spec))
 

@@ -65,20 +65,20 @@ CLASSES: dict[Class, Fitted] = {
     Class("ampere", "zero3"): Fitted(range=(1.28, 2.03), rows=2, efficiency=Efficiency(
         gemm=0.74, stream=0.64, between=0.37, micro=2.3e-06, hidden=0.14,
     )),
-    Class("blackwell", "megatron"): Fitted(range=(0.85, 1.19), rows=4, efficiency=Efficiency(
+    Class("blackwell", "megatron"): Fitted(range=(0.84, 1.18), rows=4, efficiency=Efficiency(
         gemm=0.64, core=0.3, stream=0.74, inside=0.43, route=0.00025, relayed=True,
     )),
     Class("hopper", "composer"): Fitted(range=(0.96, 1.08), rows=12, efficiency=Efficiency(
         gemm=0.71, core=0.2, stream=0.53, micro=0.004, hidden=0.77,
     )),
-    Class("hopper", "megatron"): Fitted(range=(0.63, 1.55), rows=16, efficiency=Efficiency(
+    Class("hopper", "megatron"): Fitted(range=(0.62, 1.54), rows=16, efficiency=Efficiency(
         gemm=0.66, core=0.37, stream=0.91, inside=0.49, between=0.45, hop=4.2e-06, route=0.00027,
         hidden=0.99, relayed=True,
     )),
     Class("hopper", "nanotron"): Fitted(range=(0.79, 1.49), rows=8, efficiency=Efficiency(
         gemm=0.65, stream=0.59, between=0.38, hidden=0.63,
     )),
-    Class("hopper", "torchtitan"): Fitted(range=(0.82, 0.98), rows=7, efficiency=Efficiency(
+    Class("hopper", "torchtitan"): Fitted(range=(0.80, 0.98), rows=7, efficiency=Efficiency(
         gemm=0.6, core=0.21, stream=0.58, inside=0.4, between=0.4, micro=0.0012, hidden=0.59,
     )),
 }
@@ -89,18 +89,18 @@ MEASURED_PAIRS = 236
 MEASURED_RANGE = StepRange(0.82, 1.21, f"{MEASURED_PAIRS} pairs of published runs of one model and source")
 
 
-def class_of(gpu: str, framework: str = "") -> Class:
+def get_class(gpu: str, framework: str = "") -> Class:
     """Return the class of a GPU (Cluster.gpu) and a published framework, or "" for our own code."""
     return Class(GENERATIONS.get(gpu, gpu), KINDS.get(framework, OURS))
 
 
-def range_of(cluster: Cluster) -> StepRange | None:
+def get_range(cluster: Cluster) -> StepRange | None:
     """Return the range of forecasts for a cluster, or None if no published run on such chips is judged."""
-    fitted = CLASSES.get(class_of(cluster.gpu))
+    fitted = CLASSES.get(get_class(cluster.gpu))
     return fitted and StepRange(*fitted.range, f"{fitted.rows} published runs on such chips")
 
 
-def efficiency_of(cluster: Cluster) -> Efficiency:
+def get_efficiency(cluster: Cluster) -> Efficiency:
     """Return the efficiency of our own code on a cluster."""
-    fitted = CLASSES.get(class_of(cluster.gpu))
+    fitted = CLASSES.get(get_class(cluster.gpu))
     return SHARED if fitted is None else replace(fitted.efficiency, relayed=False)

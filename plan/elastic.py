@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from config import Config, ConfigError, divisors, read_yaml
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
-from config.reading import CONFIG_FOLDER, Phase, phases_of
+from config.reading import CONFIG_FOLDER, Phase, get_phases
 from config.reading.phases import with_values_from
 from config.reading.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
 from config.reading.schedules import plan_pipeline
@@ -30,10 +30,10 @@ from config.values import Values
 from model.sharding import parallel_dims
 from plan.advice import size_text
 from plan.cost import Cluster, cluster
-from plan.efficiency import efficiency_of
+from plan.efficiency import get_efficiency
 from plan.job import UNBOUNDED_MEMORY, RankDevice
 from plan.machine import Machine
-from plan.search import Target, held_bytes, job_of, search
+from plan.search import Target, held_bytes, make_job, search
 
 NOMINAL_VOCAB = 32768  # used for memory if the vocabulary still has to be read from the data
 NUM_TRIED = 16  # of the planner, if later phases constrain the choice
@@ -72,9 +72,9 @@ def fits(cfg: Config, world: int, after: int = 0) -> bool:
     return True
 
 
-def next_phase_of(cfg: Config, after: int) -> Phase:
+def get_next_phase(cfg: Config, after: int) -> Phase:
     """Return the phase in which a run continues after `after` steps: its layout is the given one."""
-    return phases_of(cfg).from_step(after)[0]
+    return get_phases(cfg).from_step(after)[0]
 
 
 # ---- the same axes -----------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def next_phase_of(cfg: Config, after: int) -> Phase:
 
 def same_axes(cfg: Config, world: int, after: int = 0) -> ElasticLayout | None:
     """Return the layout with the given tp, pp, cp and ep, or None if there is none on that many ranks."""
-    phase = next_phase_of(cfg, after)
+    phase = get_next_phase(cfg, after)
     for changed in same_axes_changes(phase.cfg):
         changed_cfg = with_values_from(cfg, phase.number, changed)
         if fits(changed_cfg, world, after):
@@ -106,8 +106,8 @@ def planned(
     cfg: Config, world: int, device: RankDevice, fixed: Sequence[str] = (), *, after: int = 0
 ) -> ElasticLayout | None:
     """Return the planner's fastest layout that fits into memory, or None. `fixed` keys are kept."""
-    target = target_of(cfg, world, device)
-    phase = next_phase_of(cfg, after)
+    target = get_target(cfg, world, device)
+    phase = get_next_phase(cfg, after)
     given = cfg if phase.number == 1 else phase.cfg  # with its phases, the search finds what suits all
     whole = with_values(with_any_vocab(given), OF_STAGES)
     top = 1 if phase.number == 1 else NUM_TRIED
@@ -116,7 +116,7 @@ def planned(
         values = {key: value_at(each.cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
         changed = {key: value for key, value in values.items() if value != value_at(given, key)}
         changed_cfg = with_values_from(cfg, phase.number, changed)
-        if fits(changed_cfg, world, after) and not bytes_too_many(changed_cfg, world, device, after):
+        if fits(changed_cfg, world, after) and not excess_bytes(changed_cfg, world, device, after):
             return ElasticLayout(changed_cfg, with_values(phase.cfg, changed), changed, by_planner=not fixed)
     return None  # train.py refuses it, or a later phase (train.phases) needs more
 
@@ -127,30 +127,30 @@ def with_any_vocab(cfg: Config) -> Config:
     return replace(cfg, model=replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB))
 
 
-def held_by_fullest(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
+def memory_of_fullest_rank(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
     """Return the planner's bytes of the fullest rank in its fullest phase, or 0 for an unsupported job."""
-    gpu = target_of(cfg, world, device).gpu
+    gpu = get_target(cfg, world, device).gpu
     most = 0
-    for phase in phases_of(with_any_vocab(cfg)).from_step(after):
+    for phase in get_phases(with_any_vocab(cfg)).from_step(after):
         with contextlib.suppress(ConfigError):
-            job, _ = job_of(phase.cfg, world)
+            job, _ = make_job(phase.cfg, world)
             most = max(most, held_bytes(job, gpu).total)
     return most
 
 
-def bytes_too_many(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
+def excess_bytes(cfg: Config, world: int, device: RankDevice, after: int = 0) -> int:
     """Return the planner's bytes of the fullest rank if its GPU has fewer, else 0."""
     if device.memory >= UNBOUNDED_MEMORY:
         return 0
-    held = held_by_fullest(cfg, world, device, after)
+    held = memory_of_fullest_rank(cfg, world, device, after)
     return held if held > device.memory else 0
 
 
-def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
+def get_target(cfg: Config, world: int, device: RankDevice) -> Target:
     """Return the planner's target: a cluster of these GPUs, from configs/clusters.yaml if it has one."""
     known = known_cluster(device)
     if known is not None and cfg.train.dtype in known.flops:
-        return Target(world, replace(known, memory=device.memory), efficiency_of(known))
+        return Target(world, replace(known, memory=device.memory), get_efficiency(known))
     machine = Machine(ranks=world, dtype=cfg.train.dtype, **UNKNOWN_RATES)
     return Target(world, replace(machine.as_cluster(), memory=device.memory), machine.as_efficiency())
 
@@ -164,7 +164,7 @@ def known_cluster(device: RankDevice) -> Cluster | None:
 
 def check_phases(cfg: Config, after: int) -> None:
     """Raise ConfigError if a later phase sets what the number of ranks determines."""
-    first, *later = phases_of(cfg).from_step(after)
+    first, *later = get_phases(cfg).from_step(after)
     for phase in later:
         for key in ELASTIC_KEYS:
             if value_at(phase.cfg, key) != value_at(first.cfg, key):
@@ -183,10 +183,10 @@ def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> E
     Raises ConfigError, as without parallel.elastic, naming the numbers of ranks that would work.
     """
     given = same_axes(cfg, world, after)
-    too_large = 0 if given is None else bytes_too_many(given.cfg, world, device, after)
+    too_large = 0 if given is None else excess_bytes(given.cfg, world, device, after)
     if given is not None and not too_large:
         return given
-    degrees = degrees_of(next_phase_of(cfg, after).cfg)
+    degrees = get_degree_keys(get_next_phase(cfg, after).cfg)
     layout = None if given is None else planned(cfg, world, device, degrees, after=after)
     layout = layout or planned(cfg, world, device, after=after)
     if layout is not None:
@@ -211,7 +211,7 @@ def layout_for(cfg: Config, world: int, device: RankDevice, after: int = 0) -> E
     raise ConfigError(f"parallel.elastic: no layout on {world} ranks fits into the memory of a GPU")
 
 
-def degrees_of(cfg: Config) -> list[str]:
+def get_degree_keys(cfg: Config) -> list[str]:
     """Return the keys that are kept with the given axes; for a pipeline also its schedule."""
     degrees = [f"parallel.{axis.key}" for axis in AXES if axis.key != "dp_rep"] + ["parallel.sp"]
     return [*degrees, "parallel.schedule", "parallel.vpp"] if cfg.parallel.pp > 1 else degrees
@@ -221,19 +221,19 @@ def legal_sizes(
     cfg: Config, world: int, device: RankDevice = RankDevice(), after: int = 0
 ) -> list[int]:
     """Return numbers of ranks near `world` on which the given axes run and fit in memory, in order."""
-    phase = next_phase_of(cfg, after).cfg
+    phase = get_next_phase(cfg, after).cfg
     unit = ranks_of_microbatch(axis_degrees(phase.parallel))
     last = max(world, unit * phase.train.global_batch)  # any more ranks have no sequence
     sizes = range(unit, min(last, 2 * max(world, unit)) + 1, unit)
     nearest_first = sorted(sizes, key=lambda size: abs(size - world))
-    found: list[int] = []
+    results: list[int] = []
     for size in nearest_first:
-        if len(found) == NUM_SIZES:
+        if len(results) == NUM_SIZES:
             break
         layout = same_axes(cfg, size, after)
-        if layout is not None and not bytes_too_many(layout.cfg, size, device, after):
-            found.append(size)
-    return sorted(found)
+        if layout is not None and not excess_bytes(layout.cfg, size, device, after):
+            results.append(size)
+    return sorted(results)
 
 
 def most_ranks(cfg: Config, least: int, most: int, after: int = 0) -> int | None:
@@ -251,12 +251,12 @@ def most_ranks(cfg: Config, least: int, most: int, after: int = 0) -> int | None
 # ---- in words ----------------------------------------------------------------------------------------------
 
 
-def in_words(cfg: Config, world: int, after: int = 0) -> str:
+def to_text(cfg: Config, world: int, after: int = 0) -> str:
     """Format as "4 ranks (dp2 tp2)" for the given axes, or say that the planner chooses."""
     layout = same_axes(cfg, world, after)
     if layout is None:
         return f"{world} rank{'s' if world > 1 else ''} (the planner's layout)"
-    return parallel_dims(layout.phase, world).in_words()
+    return parallel_dims(layout.phase, world).to_text()
 
 
 def describe(layout: ElasticLayout, world: int) -> str:
@@ -268,4 +268,4 @@ def describe(layout: ElasticLayout, world: int) -> str:
     why = ""
     if layout.too_large:
         why = f", because the given settings would take {size_text(layout.too_large)} of a GPU by the planner"
-    return f"elastic: {parallel_dims(layout.phase, world).in_words()}, {source}, with {settings}{why}"
+    return f"elastic: {parallel_dims(layout.phase, world).to_text()}, {source}, with {settings}{why}"

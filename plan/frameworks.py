@@ -25,7 +25,7 @@ from plan.buckets import PlannedBucket, buckets, unique_buckets
 from plan.job import Job
 from plan.memory import (
     StageActivations,
-    most_together,
+    max_consecutive_sum,
     passing_bytes,
     peak_activation_bytes,
     peak_of_ops,
@@ -107,7 +107,7 @@ def live_bytes(job: Job, every: list[PlannedBucket], how: Framework) -> int:
         grads = min(total, max(how.live_grads, largest))
         return element_bytes * (weights + grads)
     sizes = [sum(bucket.size for bucket in part) for stage in buckets(job).values() for part in stage]
-    return round(element_bytes * (most_together(sizes, 2) + most_together(sizes, 1)))
+    return round(element_bytes * (max_consecutive_sum(sizes, 2) + max_consecutive_sum(sizes, 1)))
 
 
 # ---- activations -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from plan.cost import Cluster
 from plan.count import flops_per_token
 from plan.near_ties import near_groups
 from plan.run_limits import PricedRun, fewest_gpus, least_gpu_hours, soonest_gpus
-from plan.run_report import RunQuestion, run_of
+from plan.run_report import RunQuestion, forecast_run
 from plan.search import SearchResult
 
 
@@ -66,7 +66,7 @@ def choose_gpus(
     text = f"{gpu_count(chosen.gpus)}, {why_text(question)} by the forecast"
     if beside is not None:
         text += f" ({priced_text(beside, question)})"
-    return GpuChoice(chosen.gpus, text, [numbers_of(each, question) for each in runs])
+    return GpuChoice(chosen.gpus, text, [get_numbers(each, question) for each in runs])
 
 
 def run_on(gpus: int, result: SearchResult, question: RunQuestion, hardware: Cluster) -> PricedRun:
@@ -75,7 +75,7 @@ def run_on(gpus: int, result: SearchResult, question: RunQuestion, hardware: Clu
         is_too_large = result.counts["too large"] > 0
         return PricedRun(gpus, None, result.smallest / hardware.memory if is_too_large else 1.0)
     best = near_groups(result.found)[0][0]
-    forecast = run_of(question, best.cfg, best.forecast.step, gpus, step_range=None)
+    forecast = forecast_run(question, best.cfg, best.forecast.step, gpus, step_range=None)
     return PricedRun(gpus, forecast.likely)
 
 
@@ -96,7 +96,7 @@ def priced_text(priced: PricedRun, question: RunQuestion) -> str:
     return f"{gpu_count(priced.gpus)}: {priced.days:,.1f} days{dollars}"
 
 
-def numbers_of(priced: PricedRun, question: RunQuestion) -> dict:
+def get_numbers(priced: PricedRun, question: RunQuestion) -> dict:
     """Return the numbers for --json, without days if no layout fits."""
     if priced.run is None:
         return {"gpus": priced.gpus}

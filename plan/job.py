@@ -7,7 +7,7 @@ from config.reading.schedules import plan_pipeline
 from model.describe import PartDescription, describe_stage
 from model.router import mixture
 from model.sharding import parallel_dims
-from model.split import layers_of_stages
+from model.split import split_layers
 from parallel.pipeline.schedule import Schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 
@@ -78,17 +78,17 @@ def check_routing(cfg: Config) -> None:
         raise ConfigError(
             f"model.mlp.capacity.factor: {capacity.factor} is below 1, and experts drop tokens even of equal "
             "shares, which a plan assumes; set model.mlp.capacity.pad true, under which the number of rows "
-            "is known, or take 1 or more"
+            "is known, or use 1 or more"
         )
 
 
-def job_of_rank(cfg: Config, world: int, rank: int, advise: bool = True) -> Job:
+def make_rank_job(cfg: Config, world: int, rank: int, advise: bool = True) -> Job:
     """Plan one rank of a config on `world` ranks.
 
     `advise` lets an error suggest layouts that work. Raises ConfigError if train.py refuses the run.
     """
     schedule = plan_pipeline(cfg, world, advise)
-    cuts = layers_of_stages(cfg, schedule.n_stages)
+    cuts = split_layers(cfg, schedule.n_stages)
     ends_are_apart = schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
     parts: list[tuple[PartDescription, ...]] = []
     for number, (first, last) in enumerate(cuts):

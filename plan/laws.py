@@ -68,11 +68,11 @@ class Fit:
     def intervals(self) -> dict[str, tuple[float, float]]:
         """Return {name: (low, high)}, which covers 95 % of the draws."""
         drawn = [self.law.numbers(theta) for theta in self.draws]
-        found: dict[str, tuple[float, float]] = {}
+        result: dict[str, tuple[float, float]] = {}
         for name in self.numbers:
             low, high = np.percentile([numbers[name] for numbers in drawn], INTERVAL)
-            found[name] = float(low), float(high)
-        return found
+            result[name] = float(low), float(high)
+        return result
 
     def loss(self, parameters: float, tokens: float) -> float:
         """Predict the loss in nats per token."""

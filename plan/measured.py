@@ -13,9 +13,9 @@ from config import Config, ConfigError
 from config.reading import from_tree
 from config.reading.earlier import current_tree
 from plan.cost import Cluster, Efficiency, forecast
-from plan.efficiency import MEASURED_RANGE, StepRange, efficiency_of, range_of
+from plan.efficiency import MEASURED_RANGE, StepRange, get_efficiency, get_range
 from plan.job import check_routing
-from plan.search import job_of
+from plan.search import make_job
 
 KEY = "--measured"
 MOST = 5.0  # ratio to the forecast, or its inverse: anything beyond is a different machine
@@ -39,11 +39,11 @@ class MeasuredStep(NamedTuple):
     seconds: float
 
 
-def rates_of(hardware: Cluster, run: Path | None = None) -> CostRates:
+def get_rates(hardware: Cluster, run: Path | None = None) -> CostRates:
     """Return the rates, calibrated by `run`, the folder of a run on such GPUs. Raises ConfigError."""
-    efficiency = efficiency_of(hardware)
+    efficiency = get_efficiency(hardware)
     if run is None:
-        return CostRates(efficiency, range_of(hardware))
+        return CostRates(efficiency, get_range(hardware))
     measured = read_measured(run)
     ratio = times_the_forecast(measured, hardware, efficiency)
     note = (f"a step of {run.name} took {measured.seconds:.3f} s, {ratio:.2f} times the forecast of its job; "
@@ -73,7 +73,7 @@ def times_the_forecast(measured: MeasuredStep, hardware: Cluster, efficiency: Ef
     if measured.cfg.train.dtype not in hardware.flops:
         raise ConfigError(f"{KEY}: {measured.run}: trained in {measured.cfg.train.dtype}, for which "
                           f"{hardware.name} has no figure in configs/clusters.yaml; give another run")
-    job, microbatches = job_of(measured.cfg, measured.world)
+    job, microbatches = make_job(measured.cfg, measured.world)
     expected = forecast(job, microbatches, hardware, efficiency).step
     ratio = measured.seconds / expected
     if not 1 / MOST < ratio < MOST:

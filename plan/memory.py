@@ -129,7 +129,7 @@ def passing_bytes(job: Job) -> int:
     most = 0
     for parts in buckets(job).values():
         sizes = [sum(bucket.size for bucket in part) for part in parts]
-        most = max(most, round(most_together(sizes, FULL_PARTS)))
+        most = max(most, round(max_consecutive_sum(sizes, FULL_PARTS)))
     return of_element * most + quantized_weight_bytes(job) + rerun_bytes(job)
 
 
@@ -150,11 +150,11 @@ def quantized_weight_bytes(job: Job) -> int:
     for number in job.stages():
         of_stages.append([record.kept_in_step for record in records_of_stage(job, number)])
     if job.cfg.parallel.zero == 3:
-        return round(max(most_together(sizes, FULL_PARTS) for sizes in of_stages))
+        return round(max(max_consecutive_sum(sizes, FULL_PARTS) for sizes in of_stages))
     return round(sum(sum(sizes) for sizes in of_stages))
 
 
-def most_together(sizes: Sequence[float], num_parts: int) -> float:
+def max_consecutive_sum(sizes: Sequence[float], num_parts: int) -> float:
     """Return the largest sum of `num_parts` consecutive parts of a stage."""
     most = 0.0
     for first in range(len(sizes)):
@@ -207,13 +207,13 @@ def peak_activation_bytes(job: Job) -> int:
     stages: dict[int, StageActivations] = {}
     for number in job.stages():
         records = tuple(records_of_stage(job, number))
-        stages[number] = activations_of(records, shared_key_bytes(job, number))
+        stages[number] = sum_activations(records, shared_key_bytes(job, number))
     on_the_way = 2 * max(boundary_bytes(job)) if job.layout.pp > 1 else 0
     return peak_of_ops(job.schedule.order[job.pp], stages) + on_the_way
 
 
 @lru_cache(maxsize=1 << 12)
-def activations_of(records: tuple[PartRecord, ...], keys: int = 0) -> StageActivations:
+def sum_activations(records: tuple[PartRecord, ...], keys: int = 0) -> StageActivations:
     """Sum up a stage from the records of its parts.
     `keys` are the bytes that it shares with earlier stages."""
     shared = max(record.context for record in records) + keys

@@ -3,20 +3,20 @@ from dataclasses import dataclass
 
 from config.tree import value_at
 from plan.cost import Forecast
-from plan.search import LAYOUT_KEYS, Found, rounded, simplicity
+from plan.search import LAYOUT_KEYS, PricedLayout, rounded, simplicity
 
 # Fraction of a step within which two forecasts of one job count as equal. Most of the model's error is in
 # rates shared by all layouts of a job; the part that they do not share has not been measured.
 NEAR = 0.02
-MOST_PARTS = 3  # parts of a step named in one line
-LEAST_SHOWN = 0.5e-3  # seconds
+MAX_NUM_PARTS = 3  # parts of a step named in one line
+MIN_SHOWN = 0.5e-3  # seconds
 GIB = 2**30
 
 
-def near_groups(found: list[Found]) -> list[list[Found]]:
+def near_groups(found: list[PricedLayout]) -> list[list[PricedLayout]]:
     """Group layouts, the fastest first: all within NEAR of the group's fastest layout.
     A group starts with its simplest."""
-    groups: list[list[Found]] = []
+    groups: list[list[PricedLayout]] = []
     fastest = 0.0  # of the group's fastest
     for one in sorted(found, key=lambda one: one.forecast.step):
         if groups and one.forecast.step <= fastest * (1 + NEAR):
@@ -27,7 +27,7 @@ def near_groups(found: list[Found]) -> list[list[Found]]:
     return [sorted(group, key=simplest_first) for group in groups]
 
 
-def simplest_first(found: Found) -> tuple[float, ...]:
+def simplest_first(found: PricedLayout) -> tuple[float, ...]:
     """Return a sort key. Among layouts of the same kinds the faster comes first, then the smaller."""
     return *simplicity(found.cfg), rounded(found.forecast.step), found.held.total
 
@@ -44,18 +44,18 @@ class LayoutDifference:
 
     def __str__(self) -> str:
         keys = [f"{key} {word(own)} (first: {word(other)})" for key, (own, other) in self.keys.items()]
-        shown = [(part, seconds) for part, seconds in self.parts.items() if abs(seconds) >= LEAST_SHOWN]
+        shown = [(part, seconds) for part, seconds in self.parts.items() if abs(seconds) >= MIN_SHOWN]
         time = "as fast"
-        if abs(self.seconds) >= LEAST_SHOWN:
+        if abs(self.seconds) >= MIN_SHOWN:
             time = f"{abs(self.seconds) * 1e3:,.0f} ms {'slower' if self.seconds > 0 else 'faster'}"
         if shown:
-            why = ", ".join(f"{part} {1e3 * seconds:+,.0f}" for part, seconds in shown[:MOST_PARTS])
+            why = ", ".join(f"{part} {1e3 * seconds:+,.0f}" for part, seconds in shown[:MAX_NUM_PARTS])
             time = f"{time}: {why}"
         held = f"{abs(self.memory) / GIB:.1f} GiB {'more' if self.memory > 0 else 'less'}"
         return " · ".join([", ".join(keys), time, held])
 
 
-def difference(one: Found, first: Found) -> LayoutDifference:
+def difference(one: PricedLayout, first: PricedLayout) -> LayoutDifference:
     """Compare two layouts of a job."""
     keys: dict[str, tuple] = {}
     for path in LAYOUT_KEYS:

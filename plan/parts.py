@@ -9,7 +9,7 @@ from config import modules_ahead
 from model.describe import PartDescription, first_layer_like
 from plan.job import Job
 from plan.record.launches import CHIPS
-from plan.record.part import PartForm, PartRecord, record_of, with_keys
+from plan.record.part import PartForm, PartRecord, get_part_record, with_keys
 
 CHIP = CHIPS["h100"]
 
@@ -29,7 +29,7 @@ def records_of_part(
     if part.layer == "head":
         first = cfg.model.layers
         layers += [first_layer_like(cfg, layer) for layer in range(first, first + modules_ahead(cfg.model))]
-    return tuple(record_of(PartForm(cfg, layer, chip, is_split)) for layer in (*layers, part.layer))
+    return tuple(get_part_record(PartForm(cfg, layer, chip, is_split)) for layer in (*layers, part.layer))
 
 
 def records_of_stage(job: Job, number: int) -> list[PartRecord]:

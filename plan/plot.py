@@ -27,8 +27,8 @@ LAST_RANK: Colour = (0.75, 0.68, 0.80)
 ROW_HEIGHT = 0.86  # relative to the distance between two ranks
 LEGEND_STYLE = {"frameon": False, "fontsize": 8, "labelcolor": INK}
 
-MOST_NUMBERS = 6000  # maximum ops with a drawn microbatch number; nobody reads more
-LEAST_NUMBER_SIZE = 4  # points; smaller numbers are omitted
+MAX_NUMBERS = 6000  # maximum ops with a drawn microbatch number; nobody reads more
+MIN_NUMBER_SIZE = 4  # points; smaller numbers are omitted
 DIGIT_WIDTH = 0.62  # relative to the font size
 POINTS_OF_INCH = 72
 TITLE_PAD = 24  # points above the rows, for the legend
@@ -42,7 +42,7 @@ class Lane(NamedTuple):
     lanes: int
 
 
-def lanes_of(spans: list[Span]) -> Iterator[Lane]:
+def assign_lanes(spans: list[Span]) -> Iterator[Lane]:
     """Yield the spans with their lanes, in order."""
     for _, group in groupby(spans, lambda span: span.start):
         together = list(group)
@@ -93,7 +93,7 @@ def text_scale(timeline: Timeline, available: int) -> TextScale:
     durations: list[float] = []
     longest_number = 0
     for spans in timeline.ranks:
-        for span, _, lanes in lanes_of(spans):
+        for span, _, lanes in assign_lanes(spans):
             longest_number = max(longest_number, len(str(span.op.microbatch)))
             if span.end > span.start:
                 durations.append((span.end - span.start) / lanes)
@@ -112,7 +112,7 @@ def text_scale(timeline: Timeline, available: int) -> TextScale:
 def text_row(spans: list[Span], scale: TextScale, columns: int) -> str:
     chunk_of_stage = chunks_of(spans)
     row = ["."] * columns
-    for span, index, lanes in lanes_of(spans):
+    for span, index, lanes in assign_lanes(spans):
         duration = (span.end - span.start) / lanes
         first = scale.column(span.start + index * duration)
         last = scale.column(span.start + (index + 1) * duration)
@@ -195,10 +195,10 @@ class Rectangle(NamedTuple):
         ]
 
 
-def rectangles_of(timeline: Timeline) -> Iterator[Rectangle]:
+def get_rectangles(timeline: Timeline) -> Iterator[Rectangle]:
     for rank, spans in enumerate(timeline.ranks):
         chunk_of_stage = chunks_of(spans)
-        for span, index, lanes in lanes_of(spans):
+        for span, index, lanes in assign_lanes(spans):
             height = ROW_HEIGHT / lanes
             yield Rectangle(
                 span,
@@ -230,7 +230,7 @@ def draw_rows(axes: "Axes", title: str, timeline: Timeline) -> None:
     ranks = range(len(timeline.ranks))
     makespan = float(timeline.makespan)
     axes.barh(ranks, makespan, height=ROW_HEIGHT, color=EMPTY, lw=0)  # uncovered parts are idle
-    rectangles = list(rectangles_of(timeline))
+    rectangles = list(get_rectangles(timeline))
     axes.add_collection(PolyCollection(
         [rectangle.corners for rectangle in rectangles],
         facecolors=[rectangle.colour for rectangle in rectangles],
@@ -269,13 +269,13 @@ def draw_legend(axes: "Axes", timeline: Timeline) -> None:
 
 def draw_numbers(axes: "Axes", timeline: Timeline, points: float) -> None:
     """Draw microbatch numbers in rectangles with enough space. `points` is the size of a unit of time."""
-    if sum(map(len, timeline.ranks)) > MOST_NUMBERS:
+    if sum(map(len, timeline.ranks)) > MAX_NUMBERS:
         return
-    for rectangle in rectangles_of(timeline):
+    for rectangle in get_rectangles(timeline):
         number = str(rectangle.span.op.microbatch)
         fits_width = 0.85 * rectangle.width * points / (DIGIT_WIDTH * len(number))
         size = min(8.5 if rectangle.height > 0.5 else 6.5, fits_width)
-        if size >= LEAST_NUMBER_SIZE:
+        if size >= MIN_NUMBER_SIZE:
             axes.text(
                 rectangle.x + rectangle.width / 2,
                 rectangle.y + rectangle.height / 2,

@@ -29,10 +29,10 @@ from config.tree import with_values
 from model.router import mixture
 from plan.cost import Cluster, Efficiency, cluster, forecast
 from plan.count import parameters
-from plan.efficiency import RELAYED, SHARED, Class, class_of
+from plan.efficiency import RELAYED, SHARED, Class, get_class
 from plan.frameworks import held_bytes
 from plan.job import Job
-from plan.search import job_of
+from plan.search import make_job
 
 Row = dict[str, str]  # of published.csv
 
@@ -98,7 +98,7 @@ def read_rows() -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def config_of(row: Row) -> Config:
+def build_config(row: Row) -> Config:
     keys = {path: value for path, value in row.items() if "." in path and value != ""}
     return from_tree({"train.steps": 1, "model.context": row["train.seq_len"], **keys})
 
@@ -108,11 +108,11 @@ def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
     measured: list[Measured] = []
     for row in read_rows():
         if row["use"] in uses:
-            job, microbatches = job_of(with_fused_attention(config_of(row)), int(row["gpus"]))
+            job, microbatches = make_job(with_fused_attention(build_config(row)), int(row["gpus"]))
             measured.append(Measured(
                 use=row["use"],
                 group=row["group"],
-                of=class_of(cluster(row["cluster"]).gpu, row["framework"]),
+                of=get_class(cluster(row["cluster"]).gpu, row["framework"]),
                 job=job,
                 microbatches=microbatches,
                 cluster=cluster(row["cluster"]),
@@ -131,7 +131,7 @@ def memory_of_runs() -> Iterator[MemoryOfRun]:
     """Yield the rows whose source states the recompute."""
     for row in read_rows():
         if row["recompute_stated"]:
-            job, _ = job_of(config_of(row), int(row["gpus"]))
+            job, _ = make_job(build_config(row), int(row["gpus"]))
             held = held_bytes(job, row["framework"])
             yield MemoryOfRun(row["row"], row["outcome"], held, cluster(row["cluster"]).memory)
 
@@ -145,7 +145,7 @@ def table(every: list[Measured], constants: dict[Class, Efficiency]) -> list[str
     lines = [f"| rows | {columns} | smallest ratio | largest |", "|---|---|---|---|---|---|---|---|"]
     errors = {id(row): row.error(constants.get(row.of, SHARED)) for row in every}
     shared = {id(row): row.error(SHARED) for row in every}
-    for name, members in groups_of(every).items():
+    for name, members in make_groups(every).items():
         ratios = [math.exp(errors[id(row)]) for row in members]
         words = [name, str(len(ratios))]
         for of_rows in (shared, errors):
@@ -156,7 +156,7 @@ def table(every: list[Measured], constants: dict[Class, Efficiency]) -> list[str
     return lines
 
 
-def groups_of(every: list[Measured]) -> dict[str, list[Measured]]:
+def make_groups(every: list[Measured]) -> dict[str, list[Measured]]:
     """Return {label: rows}: by class, and over all classes by kind of model."""
     groups: defaultdict[str, list[Measured]] = defaultdict(list)
     for row in sorted(every, key=lambda one: (one.of, one.use)):
@@ -198,11 +198,11 @@ def paired_range(rows: list[Measured], constants: Mapping[Class, Efficiency]) ->
 
 def fit_classes(every: list[Measured]) -> dict[Class, Efficiency]:
     """Fit the constants of each class to its rows with use "fit"."""
-    rows_of: defaultdict[Class, list[Measured]] = defaultdict(list)
+    make_rows: defaultdict[Class, list[Measured]] = defaultdict(list)
     for row in every:
         if row.use == "fit":
-            rows_of[row.of].append(row)
-    return {one: fit(rows_of[one]) for one in sorted(rows_of)}
+            make_rows[row.of].append(row)
+    return {one: fit(make_rows[one]) for one in sorted(make_rows)}
 
 
 def fit(rows: list[Measured]) -> Efficiency:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from plan.whole_run import HOUR, WholeRun
 
 LESS_RECOMPUTE = 1.5  # maximum speedup of GPUs with enough memory to avoid recompute
-MOST_RISES = 2  # stop after this many consecutive numbers that do not reduce the cost
+MAX_RISES = 2  # stop after this many consecutive numbers that do not reduce the cost
 
 
 class PricedRun(NamedTuple):
@@ -35,7 +35,7 @@ class PricedRun(NamedTuple):
         return self.run.gpu_hours if self.run is not None else math.inf
 
 
-def numbers_of_gpus(node: int, most: int) -> list[int]:
+def candidate_gpu_counts(node: int, most: int) -> list[int]:
     """Return the candidates up to `most`: powers of two of GPUs below a node of `node` GPUs, then of whole
     nodes, and three times these."""
     powers = [2**power for power in range(max(node, most).bit_length())]
@@ -95,7 +95,7 @@ def soonest_gpus(
             rises = rises + 1 if priced.gpu_hours >= least else 0
             least = min(least, priced.gpu_hours)
         low = following(doubled, low, priced.times_memory)
-        if low == len(doubled) or rises == MOST_RISES:
+        if low == len(doubled) or rises == MAX_RISES:
             return None
 
     # the most
@@ -124,17 +124,17 @@ def following(numbers: Sequence[int], index: int, times: float) -> int:
     return max(index + 1, bisect_left(numbers, numbers[index] * times))
 
 
-def most_steps(seconds: float, run_of: Callable[[int], WholeRun]) -> int:
+def most_steps(seconds: float, forecast_run: Callable[[int], WholeRun]) -> int:
     """Return the most steps whose run takes at most `seconds`, or 0 if one step takes longer.
 
-    `run_of` returns the run with a number of steps.
+    `forecast_run` returns the run with a number of steps.
     """
     low, high = 0, 1
-    while run_of(high).wall <= seconds:
+    while forecast_run(high).wall <= seconds:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        if run_of(middle).wall <= seconds:
+        if forecast_run(middle).wall <= seconds:
             low = middle
         else:
             high = middle

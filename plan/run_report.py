@@ -14,7 +14,7 @@ from config import Config, ConfigError, ParallelConfig
 from plan.cost import Cluster
 from plan.count import parameters
 from plan.efficiency import SHARED, StepRange
-from plan.job import job_of_rank
+from plan.job import make_rank_job
 from plan.memory import kept_bytes
 from plan.run_limits import most_steps
 from plan.whole_run import (
@@ -28,7 +28,7 @@ from plan.whole_run import (
 )
 
 STORAGE_OF_NODE = 2e9  # bytes/s to shared storage, unless --storage is given
-MOST_GPUS = 16_384  # tried if --gpus is not given
+MAX_GPUS = 16_384  # tried if --gpus is not given
 BATCH_TOO_LARGE = 2.0  # times the noise scale, above which more tokens save few steps
 
 
@@ -45,14 +45,14 @@ class LossLaw:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the whole run of the best layout")
     add = group.add_argument
-    add("--tokens", type=float, metavar="N", help="of the run, as 1.5e12")
+    add("--tokens", type=float, metavar="N", help="of the run, such as 1.5e12")
     add("--days", type=float, metavar="D",
         help="that the run may take: without --gpus for the fewest GPUs, without --tokens for most tokens")
     add("--budget", type=float, metavar="USD",
         help="that the run may cost at --price: without --gpus for the soonest end, without --tokens for "
         "most tokens")
     add("--most-gpus", type=int, metavar="N",
-        help=f"the largest number that is tried without --gpus ({MOST_GPUS})")
+        help=f"the largest number that is tried without --gpus ({MAX_GPUS})")
     add("--price", type=float, metavar="USD", help="of a GPU-hour")
     add("--pue", type=float, default=1.1, help="watts of the building for each watt of its GPUs")
     add(
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=round(GPU_HOURS_BETWEEN_FAILURES, -2),
         help="GPU-hours between two failures; by default those of Llama 3 (arXiv 2407.21783)",
     )
-    add("--restart", type=float, metavar="S", default=600.0, help="seconds until training goes on again")
+    add("--restart", type=float, metavar="S", default=600.0, help="seconds until training resumes")
     add("--storage", type=float, metavar="GB/S", help="that all ranks write together (2 a node)")
     add("--law", metavar="CSV", help="finished runs, for the loss: a table that scripts.scaling fit takes")
     add("--noise-scale", type=float, metavar="N", help="tokens that log.noise_scale has measured")
@@ -114,12 +114,12 @@ class RunQuestion:
         return gpus * self.seconds(gpus) / HOUR
 
 
-def is_asked(args: argparse.Namespace) -> bool:
+def is_requested(args: argparse.Namespace) -> bool:
     """Return whether the arguments ask about a whole run."""
     return any(value is not None for value in (args.tokens, args.days, args.budget))
 
 
-def check_asked(args: argparse.Namespace) -> None:
+def check_requested(args: argparse.Namespace) -> None:
     """Raise ConfigError if the arguments about the run contradict each other, or leave several unknowns."""
     limits = [name for name in ("days", "budget") if getattr(args, name) is not None]
     if len(limits) == 2:
@@ -132,8 +132,8 @@ def check_asked(args: argparse.Namespace) -> None:
         raise ConfigError(f"{limit}: --gpus and --tokens decide it; leave out --gpus for their number, or "
                           "--tokens for how many fit")
     if limit and not has_gpus and not has_tokens:
-        raise ConfigError(f"{limit}: give --tokens, as 1.5e12, for the number of GPUs, or --gpus N for how "
-                          "many tokens fit")
+        raise ConfigError(f"{limit}: give --tokens, such as 1.5e12, for the number of GPUs, or --gpus N for "
+                          "how many tokens fit")
     if has_tokens and not has_gpus and not limit:
         raise ConfigError("--tokens: give --gpus N, or without it --days D or --budget USD --price P, for "
                           "their number")
@@ -143,16 +143,18 @@ def check_asked(args: argparse.Namespace) -> None:
     # arguments of another question
     given = [name for name in ("price", "storage", "law", "noise_scale") if getattr(args, name) is not None]
     if not has_tokens and not limit and given:
-        raise ConfigError(f"--{given[0].replace('_', '-')}: is of a whole run; give its --tokens, as 1.5e12")
+        raise ConfigError(f"--{given[0].replace('_', '-')}: is of a whole run; give its --tokens, such as "
+                          "1.5e12")
     if args.most_gpus is not None and (has_gpus or not limit):
         raise ConfigError("--most-gpus: is of a number of GPUs that is looked for; give --days or --budget "
                           "with --tokens, and no --gpus")
     for name in ("tokens", *limits):
         if getattr(args, name) is not None and has_gpus and len(set(args.gpus)) > 1:
-            raise ConfigError(f"--{name}: is of a run on one number of GPUs, as --gpus 64")
+            raise ConfigError(f"--{name}: is of a run on one number of GPUs, such as --gpus 64")
 
 
-def question_of(args: argparse.Namespace, cfg: Config, hardware: Cluster, law: LossLaw | None) -> RunQuestion:
+def make_question(args: argparse.Namespace, cfg: Config, hardware: Cluster,
+                  law: LossLaw | None) -> RunQuestion:
     """Make the question from the arguments. Raises ConfigError for an invalid number."""
     for name in ("tokens", "days", "budget", "price", "pue", "mtbf", "storage", "noise_scale"):
         value = getattr(args, name)
@@ -180,7 +182,7 @@ def question_of(args: argparse.Namespace, cfg: Config, hardware: Cluster, law: L
 def checkpoint_bytes(cfg: Config) -> int:
     """Return the checkpoint size summed over all ranks, as one process would hold it."""
     one_process = replace(cfg, parallel=ParallelConfig(), train=replace(cfg.train, phases=None))
-    return kept_bytes(job_of_rank(one_process, 1, rank=0, advise=False))
+    return kept_bytes(make_rank_job(one_process, 1, rank=0, advise=False))
 
 
 class RunForecast(NamedTuple):
@@ -194,7 +196,7 @@ class RunForecast(NamedTuple):
     bought: tuple[float, float] | None = None
 
 
-def run_of(
+def forecast_run(
     question: RunQuestion, cfg: Config, step: float, gpus: int, step_range: StepRange | None
 ) -> RunForecast:
     """Forecast the run from the seconds per step, with the checkpoint interval that loses least.
@@ -222,7 +224,7 @@ def run_of(
     return RunForecast(run(tokens, step), (run(tokens, low), run(tokens, high)), tokens, bought)
 
 
-def costs_of(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[str, float | None]:
+def get_costs(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[str, float | None]:
     """Return the costs that follow from the step time, None for those with unknown prices."""
     return {
         "days": run.days,
@@ -233,7 +235,7 @@ def costs_of(run: WholeRun, question: RunQuestion, hardware: Cluster) -> dict[st
     }
 
 
-def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster) -> dict:
+def get_numbers(forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster) -> dict:
     """Return the numbers for --json. X_interval is (least, most) of X over the range of the step time."""
     run = forecast.likely
     numbers: dict = {
@@ -243,9 +245,9 @@ def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardwa
         "checkpoint_every": run.every,
         "checkpoint_bytes": question.checkpoint,
     }
-    numbers |= costs_of(run, question, hardware)
+    numbers |= get_costs(run, question, hardware)
     if forecast.ends is not None:
-        least, most = (costs_of(end, question, hardware) for end in forecast.ends)
+        least, most = (get_costs(end, question, hardware) for end in forecast.ends)
         intervals = {f"{name}_interval": (least[name], most[name]) for name in least}
         numbers |= {name: ends for name, ends in intervals.items() if None not in ends}
     if forecast.bought is not None:
@@ -259,12 +261,12 @@ def numbers_of(forecast: RunForecast, question: RunQuestion, cfg: Config, hardwa
     return numbers
 
 
-def lines_of(
+def describe_lines(
     forecast: RunForecast, question: RunQuestion, cfg: Config, hardware: Cluster
 ) -> dict[str, str]:
     """Describe the run as {label: line}."""
     run = forecast.likely
-    told = numbers_of(forecast, question, cfg, hardware)
+    told = get_numbers(forecast, question, cfg, hardware)
     reliability = question.reliability(run.gpus)
     mean = reliability.between_failures(run.gpus) / HOUR
     how = "in the background" if cfg.checkpoint.async_save else "while training waits"
@@ -311,8 +313,8 @@ def ranged(told: dict, name: str, spec: str, unit: str = "") -> str:
     return f"{told[name]:{spec}}{unit}{in_brackets(interval, lambda end: format(end, spec))}"
 
 
-def in_brackets(interval: tuple[float, float] | None, text_of: Callable[[float], str]) -> str:
-    return "" if interval is None else f" ({text_of(interval[0])} to {text_of(interval[1])})"
+def in_brackets(interval: tuple[float, float] | None, get_text: Callable[[float], str]) -> str:
+    return "" if interval is None else f" ({get_text(interval[0])} to {get_text(interval[1])})"
 
 
 def loss_line(told: dict, law: LossLaw, cfg: Config) -> str:

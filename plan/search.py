@@ -22,11 +22,11 @@ from parallel.pipeline.schedule import SCHEDULES
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, slower, stage_times
 from plan.count import parameters
-from plan.job import Job, job_of_rank
+from plan.job import Job, make_rank_job
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
 from plan.parts import records_of_part
 from plan.simulate import closed_form
-from plan.what_if import WhatIf, forecast_under, least_step, slowdown_of, waiting_ranks
+from plan.what_if import WhatIf, forecast_under, get_slowdown, least_step, waiting_ranks
 
 Axes = dict[str, tuple]  # {section.key: values}
 
@@ -41,7 +41,7 @@ RECORDED_APART = ("parallel.tp", "parallel.cp", "parallel.recompute")  # their c
 TOKENS_OF_CP_RANK = 2048  # minimum; fewer do not justify a context-parallel rank
 
 
-class Held(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes of the fullest rank. communicators, reserved: plan/communicators.py."""
     state: int
     activations: int
@@ -58,12 +58,12 @@ class Held(NamedTuple):
         return MARGIN * (self.state + self.activations)
 
 
-class Found(NamedTuple):
+class PricedLayout(NamedTuple):
     """A layout that fits. microbatches: per step, for each pipeline."""
     cfg: Config
     microbatches: int
     forecast: Forecast
-    held: Held
+    held: MemoryUse
 
 
 @dataclass
@@ -72,7 +72,7 @@ class SearchResult:
     the rules.
     smallest: lower bound in bytes for the smallest layout that is too large. passed_over: layouts that could
     not lead the near ties of the fastest at that time."""
-    found: list[Found] = field(default_factory=list[Found])
+    found: list[PricedLayout] = field(default_factory=list[PricedLayout])
     counts: dict[str, int] = field(default_factory=lambda: {"priced": 0, "too large": 0, "refused": 0})
     smallest: float = math.inf
     passed_over: list["Candidate"] = field(default_factory=list["Candidate"])
@@ -111,7 +111,7 @@ class Target:
     def gpu(self) -> Gpu:
         return Gpu(self.cluster.gpu, self.cluster.node)
 
-    def has_room(self, held: Held) -> bool:
+    def has_room(self, held: MemoryUse) -> bool:
         """Return whether the fullest rank's bytes fit."""
         return held.total + (held.margin if self.leaves_margin else 0.0) <= self.cluster.memory
 
@@ -160,7 +160,7 @@ def with_fixed(axes: Axes, fixed: Values) -> Axes:
 # ---- one layout --------------------------------------------------------------------------------------------
 
 
-def job_of(cfg: Config, world: int) -> tuple[Job, int]:
+def make_job(cfg: Config, world: int) -> tuple[Job, int]:
     """Return (the job with at most STEADY microbatches for each pipeline rank, its real number of
     microbatches).
 
@@ -179,16 +179,16 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
     # the pipeline is steady after this many; GPipe holds all microbatches at once
     simulated = microbatches if parallel.schedule == "gpipe" else min(microbatches, STEADY * parallel.pp)
     shorter = replace(cfg, train=replace(train, global_batch=simulated * sequences, ramp=None))
-    return job_of_rank(shorter, world, rank=0, advise=False), microbatches
+    return make_rank_job(shorter, world, rank=0, advise=False), microbatches
 
 
-def held_bytes(job: Job, gpu: Gpu) -> Held:
+def held_bytes(job: Job, gpu: Gpu) -> MemoryUse:
     """Return the bytes of the fullest pipeline rank. Its communicators are assumed to be the first rank's,
     which is in every kind of group."""
-    return bytes_of_tensors(job, gpu)._replace(communicators=communicator_bytes(job, gpu))
+    return tensor_bytes(job, gpu)._replace(communicators=communicator_bytes(job, gpu))
 
 
-def bytes_of_tensors(job: Job, gpu: Gpu) -> Held:
+def tensor_bytes(job: Job, gpu: Gpu) -> MemoryUse:
     """Return held_bytes without the communicators. The stages of a rank determine its state."""
     state_of_stages: dict[tuple[tuple[PartDescription, ...], ...], int] = {}
     ranks: list[tuple[int, int]] = []
@@ -197,10 +197,10 @@ def bytes_of_tensors(job: Job, gpu: Gpu) -> Held:
         if stages not in state_of_stages:
             state_of_stages[stages] = sum(state_bytes(here).values()) + passing_bytes(here)
         ranks.append((state_of_stages[stages], peak_activation_bytes(here)))
-    return Held(*max(ranks, key=sum), communicators=0, reserved=reserved_bytes(gpu))
+    return MemoryUse(*max(ranks, key=sum), communicators=0, reserved=reserved_bytes(gpu))
 
 
-def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
+def price(cfg: Config, target: Target, result: SearchResult) -> PricedLayout | None:
     """Price a layout by its forecast and its bytes. Return None if it is refused or too large, and count that
     in `result`."""
     planned = possible_job(cfg, target, result)
@@ -208,19 +208,20 @@ def price(cfg: Config, target: Target, result: SearchResult) -> Found | None:
 
 
 def possible_job(cfg: Config, target: Target, result: SearchResult) -> tuple[Job, int] | None:
-    """Return job_of. Return None if it is refused, and count that in `result`."""
+    """Return make_job. Return None if it is refused, and count that in `result`."""
     try:
-        return job_of(cfg, target.world)
+        return make_job(cfg, target.world)
     except ConfigError:
         result.counts["refused"] += 1
         return None
 
 
-def price_job(cfg: Config, planned: tuple[Job, int], target: Target, result: SearchResult) -> Found | None:
-    """Price `planned`, the layout's job_of. Return None if it is too large, and count that in `result`."""
+def price_job(cfg: Config, planned: tuple[Job, int], target: Target,
+              result: SearchResult) -> PricedLayout | None:
+    """Price `planned`, the layout's make_job. Return None if it is too large, and count that in `result`."""
     job, microbatches = planned
     counts = result.counts
-    held = bytes_of_tensors(job, target.gpu)
+    held = tensor_bytes(job, target.gpu)
     if target.has_room(held):
         held = held._replace(communicators=communicator_bytes(job, target.gpu))
     if not target.has_room(held):
@@ -229,7 +230,7 @@ def price_job(cfg: Config, planned: tuple[Job, int], target: Target, result: Sea
         return None
     counts["priced"] += 1
     step = forecast_under(job, microbatches, target.cluster, target.efficiency, target.what_if)
-    return Found(cfg, microbatches, step, held)
+    return PricedLayout(cfg, microbatches, step, held)
 
 
 # ---- bounds ------------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ class Bound(NamedTuple):
         return self.microbatches * (self.f + self.i + self.w - self.waits)
 
 
-def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
+def make_bound(cfg: Config, values: Values, target: Target) -> Bound | None:
     """Bound the compute axes `values`, and parallel.ep_chunks. Return None for an invalid combination."""
     one_stage = {
         "parallel.sp": values["parallel.tp"] > 1,
@@ -286,13 +287,13 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
         return None
     sequences = whole.train.micro_batch * (target.world // ranks)
     try:
-        job, _ = job_of(with_values(whole, {"train.global_batch": sequences}), target.world)
+        job, _ = make_job(with_values(whole, {"train.global_batch": sequences}), target.world)
     except ConfigError:
         return None
 
     # the most microbatches that can share the exchanges made once per step
     coupled = waiting_ranks(job.layout, zero=1).ranks
-    slowdown = slowdown_of(target.what_if, coupled)
+    slowdown = get_slowdown(target.what_if, coupled)
     machine = slower(target.cluster, target.efficiency, slowdown)
     times = stage_times(job, 0, cfg.train.global_batch, *machine)
     blocks = job.parts[0][2:-2]  # without the model's ends and their blocks
@@ -383,13 +384,13 @@ def search(
     this process's part of the choices, if others search the rest.
     """
     best = Best(top, near, share)
-    for bound in bounds_of(cfg, target, fixed, share):
+    for bound in iter_bounds(cfg, target, fixed, share):
         if bound.step >= best.longest():
             break
-        for least, layout in layouts_of(bound, cfg, target, fixed):
+        for least, layout in bound_layouts(bound, cfg, target, fixed):
             if least >= best.longest():
                 break
-            candidate = candidate_of(cfg, bound, layout, least, target, fixed)
+            candidate = make_candidate(cfg, bound, layout, least, target, fixed)
             if candidate is not None:
                 consider(candidate, target, best)
             if is_any_enough and best.result.found:
@@ -400,12 +401,12 @@ def search(
 def settled(best: "Best", target: Target) -> SearchResult:
     """Return the result.
     Price the layouts that were passed over for one that is not a near tie of the fastest."""
-    for candidate in best.take_passed_over():
+    for candidate in best.pop_passed_over():
         consider(candidate, target, best)
     return best.result
 
 
-def candidate_of(
+def make_candidate(
     cfg: Config, bound: Bound, layout: Values, least: float, target: Target, fixed: Values
 ) -> Candidate | None:
     """Make a candidate from values of the layout axes. Return None if ZeRO cannot shard within a node."""
@@ -451,7 +452,7 @@ class Best:
         self.share = share
         self.result = SearchResult()
 
-    def add(self, found: Found) -> None:
+    def add(self, found: PricedLayout) -> None:
         """Keep the `top` fastest, and those within `near` of the fastest."""
         result = self.result
         result.found.append(found)
@@ -502,7 +503,7 @@ class Best:
         own = simplicity(candidate.cfg), rounded(candidate.least)
         return not near_ties or own <= min(near_ties)
 
-    def take_passed_over(self) -> list[Candidate]:
+    def pop_passed_over(self) -> list[Candidate]:
         """Remove and return the layouts that were passed over, the fastest first."""
         passed_over, self.result.passed_over = self.result.passed_over, []
         return sorted(passed_over, key=lambda one: one.least)
@@ -524,7 +525,7 @@ def simplicity(cfg: Config) -> tuple[int, ...]:
     )
 
 
-def bounds_of(
+def iter_bounds(
     cfg: Config, target: Target, fixed: Values, share: SearchShare = NO_SHARE
 ) -> Iterator[Bound]:
     """Yield the bound of every valid choice of the compute axes, in ascending order.
@@ -539,7 +540,7 @@ def bounds_of(
         if not share.has(sum(axes[key].index(values[key]) for key in RECORDED_APART)):
             continue
         first, *others = [values | {"parallel.ep_chunks": n} for n in chunks_of_experts(cfg, values, fixed)]
-        bound = bound_of(cfg, first, target)
+        bound = make_bound(cfg, first, target)
         if bound is None:  # if one chunk is invalid, several are, too
             continue
         seconds = bound.least_step if others else bound.step
@@ -550,7 +551,7 @@ def bounds_of(
         if not others:
             yield bound
             continue
-        chunked = [bound_of(cfg, values, target) for values in others]
+        chunked = [make_bound(cfg, values, target) for values in others]
         best = min([bound, *filter(None, chunked)], key=lambda one: one.step)
         heappush(queue, (best.step, index, best, []))
 
@@ -574,13 +575,13 @@ def ranks_that_wait(bound: Bound, layout: Values, target: Target) -> int:
     return target.world // replicas
 
 
-def layouts_of(bound: Bound, cfg: Config, target: Target, fixed: Values) -> list[tuple[float, Values]]:
+def bound_layouts(bound: Bound, cfg: Config, target: Target, fixed: Values) -> list[tuple[float, Values]]:
     """Return [(lower bound on the step in seconds, values of the layout axes)], in ascending order."""
     layouts: list[tuple[float, Values]] = []
     for layout in combinations(with_fixed(layout_axes(cfg, target.world), fixed)):
         least = step_with_bubble(bound, layout, cfg.model.layers)
         if least < math.inf and target.what_if.jitter:
-            slowdown = slowdown_of(target.what_if, ranks_that_wait(bound, layout, target))
+            slowdown = get_slowdown(target.what_if, ranks_that_wait(bound, layout, target))
             least = max(least, bound.step_without_waits * slowdown / bound.slowdown)
         if least < math.inf:
             layouts.append((least, layout))

@@ -65,12 +65,12 @@ def search_in_processes(cfg: Config, target: Target, fixed: Values, top: int, *,
 
     results = [search(cfg, target, fixed, top, near=near, share=SearchShare(0, PROCESSES, seconds))]
     for other, receiving in others:
-        results.append(result_of(receiving))
+        results.append(receive_result(receiving))
         other.join()
     return merged(results, target, top, near)
 
 
-def result_of(receiving: Connection) -> SearchResult:
+def receive_result(receiving: Connection) -> SearchResult:
     """Receive the result of another process.
     Raises RuntimeError if it has failed; its traceback is on stderr."""
     try:

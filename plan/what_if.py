@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from config import ConfigError
-from parallel.topology.dims import ParallelDims, least_world
+from parallel.topology.dims import ParallelDims, min_world_size
 from plan.cost import (
     Cluster,
     Efficiency,
     Forecast,
     busiest_rank,
     forecast,
-    links_of,
+    get_links,
     times_of_stages,
 )
 from plan.job import Job
@@ -107,14 +107,14 @@ class Waiting(NamedTuple):
 
 def waiting_ranks(layout: ParallelDims, zero: int) -> Waiting:
     """Return the waiting ranks of a layout. Those of tp and cp, and of ep and etp, are contiguous blocks."""
-    of_stage = least_world(layout.degrees() | {"pp": 1, "dp_replicate": 1})
+    of_stage = min_world_size(layout.degrees() | {"pp": 1, "dp_replicate": 1})
     if zero >= 2:
         of_stage = layout.group_size("dp_shard", "cp", "tp")
     ranks = of_stage * layout.pp
     return Waiting(ranks, layout.world // ranks)
 
 
-def slowdown_of(what_if: WhatIf, ranks: int) -> float:
+def get_slowdown(what_if: WhatIf, ranks: int) -> float:
     """Return the compute factor of the slow rank and its peers, if `ranks` wait for each other at each op."""
     return what_if.slow_rank * (1 + expected_largest(what_if.jitter, ranks))
 
@@ -129,7 +129,7 @@ def least_step(
     at_each_op = 1 + expected_largest(what_if.jitter, waiting_ranks(job.layout, job.cfg.parallel.zero).ranks)
     slowdown = (at_each_op,) * job.layout.pp
     seconds, _ = times_of_stages(job, microbatches, cluster, efficiency, slowdown)
-    links = links_of(job, cluster, efficiency)
+    links = get_links(job, cluster, efficiency)
     rank = busiest_rank(job, links, seconds, microbatches=microbatches, slowdown=slowdown)
     return max(span, rank.seconds) + rank.data_wait + rank.update
 

@@ -18,7 +18,7 @@ from runtime.summary import summarize_metrics, write_summary
 ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether to requeue)
 
 
-def report_end(step: int, reason: str | None, restart: bool, report_exit: ReportExit) -> int:
+def report_end(step: int, reason: str | None, requeue: bool, report_exit: ReportExit) -> int:
     """Report how the loop ended, and return the exit code.
 
     reason: why the run stopped early, or None if it reached the horizon.
@@ -26,9 +26,9 @@ def report_end(step: int, reason: str | None, restart: bool, report_exit: Report
     if reason is None:
         report_exit(FINISHED, "finished", False)
         return FINISHED
-    wish = "start me again" if restart else "for good"
+    wish = "requeue" if requeue else "do not requeue"
     text = f"stopped early at step {step:,}, everything is saved: {reason}; {wish}"
-    report_exit(STOPPED_EARLY, text, restart)
+    report_exit(STOPPED_EARLY, text, requeue)
     return STOPPED_EARLY
 
 
@@ -64,7 +64,7 @@ def close_run(
             for step, path in list_saved()[:1]:
                 log.send_checkpoint(step, path)
         except Exception as error:  # a failed plot must not fail a finished run
-            log.log_line(f"warning: a picture or the summary is missing: {error}")
+            log.log_line(f"warning: a picture or the summary was not written: {error}")
     run.extras.at_end(run)
     close_log(log, reason, prompt_hint)
 

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from config.terminal import columns_of, fitting_columns, hanging_lines, output_width, wrapped
+from config.terminal import display_width, fitting_columns, hanging_lines, output_width, wrapped
 from runtime.processes import redirect_to_null
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_WIDTH = 50  # maximum columns for a sample of the model
-LEAST_SAMPLE_WIDTH = 12  # a sample is not shown in fewer columns
+MIN_SAMPLE_WIDTH = 12  # a sample is not shown in fewer columns
 DECIMALS_WIDTH = 6  # maximum columns for a loss, a norm, a perplexity
 LABEL_WIDTH = 9  # of the labels of the header
-MINUTES_A_DAY = 24 * 60
+MINUTES_PER_DAY = 24 * 60
 
 # ANSI colours
 DIM, RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN = 2, 31, 32, 33, 34, 35, 36
@@ -101,9 +101,9 @@ def duration(seconds: float) -> str:
         return f"{whole_seconds}s"
     if minutes < 60:
         return f"{minutes}m{whole_seconds % 60:02d}s"
-    if minutes < MINUTES_A_DAY:
+    if minutes < MINUTES_PER_DAY:
         return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes // MINUTES_A_DAY}d{minutes % MINUTES_A_DAY // 60:02d}h"
+    return f"{minutes // MINUTES_PER_DAY}d{minutes % MINUTES_PER_DAY // 60:02d}h"
 
 
 def decimals(value: float | None, digits: int) -> str:
@@ -140,10 +140,10 @@ def visible(text: str, width: int) -> str:
     """Return the text in one line of at most `width` columns, with control characters escaped (\\n)."""
     escaped = [char if char.isprintable() else repr(char)[1:-1] for char in text]
     line = "".join(escaped)
-    if columns_of(line) <= width:
+    if display_width(line) <= width:
         return line
     line = line[:max(0, width - 1)]
-    while columns_of(line) > max(0, width - 1):  # wide characters
+    while display_width(line) > max(0, width - 1):  # wide characters
         line = line[:-1]
     return line + "…"
 
@@ -302,8 +302,9 @@ class Console:
             parts.append(f"{self.dim('ema')} {decimals(ema_loss, 3)}")
         line = "  ".join(parts)
         width = self.width()
-        room = SAMPLE_WIDTH if width is None else min(SAMPLE_WIDTH, width - columns_of(line) - len("   | "))
-        if sample and room >= LEAST_SAMPLE_WIDTH:
+        room = SAMPLE_WIDTH if width is None else min(SAMPLE_WIDTH,
+                                                      width - display_width(line) - len("   | "))
+        if sample and room >= MIN_SAMPLE_WIDTH:
             line += f"   {self.dim('|')} {visible(sample, room)}"
         self.write(line)
 
@@ -324,7 +325,7 @@ class Console:
         whole = f"{outcome}   {text}"
         if not sample:
             self.write_wrapped(outcome)
-        elif width is None or columns_of(whole) <= width:
+        elif width is None or display_width(whole) <= width:
             self.write(whole)
         else:
             self.write_wrapped(outcome)

@@ -3,7 +3,7 @@ from collections.abc import Collection
 
 from data.blend import source_names
 from data.loader import BatchLoader
-from optim.lr import schedules_of, warmup_steps
+from optim.lr import get_rate_schedules, warmup_steps
 from runtime.run import TrainingRun
 
 WARMUP = "optim.warmup"
@@ -20,7 +20,7 @@ def describe_valid(data: BatchLoader, valid_data: BatchLoader) -> str:
 def describe_targets(run: TrainingRun, valid_data: BatchLoader) -> str | None:
     """Describe the share of targets that count in this phase and in the validation data, or return None if
     all count."""
-    counts = run.data.count_targets(run.last_step)
+    counts = run.data.count_targets(run.phase_end)
     parts = [counts.describe()] if counts else []
     validated = valid_data.sample_targets(run.cfg.eval.batches)
     if validated and not validated.targets:
@@ -31,7 +31,7 @@ def describe_targets(run: TrainingRun, valid_data: BatchLoader) -> str | None:
 
 def describe_passes(run: TrainingRun) -> str | None:
     """Describe the epochs of each dataset in a phase, or return None if none is repeated."""
-    paths, epochs = zip(*run.data.passes(run.last_step))
+    paths, epochs = zip(*run.data.passes(run.phase_end))
     if max(epochs) <= 1:
         return None
     return ", ".join(f"{count:.3g} of {name}" for name, count in zip(source_names(list(paths)), epochs))
@@ -43,14 +43,14 @@ def warmup_notes(run: TrainingRun, stated: Collection[str], done: int) -> list[s
     stated: keys (section.key) set on the command line or in its file; a recipe's own warmup is meant for long
     runs. done: completed steps.
     """
-    found: list[str] = []
+    results: list[str] = []
     beginning = [phase for phase in run.phases.all if phase.begins_schedule]
-    for phase, schedule in zip(beginning, schedules_of(run.phases, run.steps)):
+    for phase, schedule in zip(beginning, get_rate_schedules(run.phases, run.steps)):
         steps = schedule.end - schedule.first
         longest = warmup_steps(schedule.cfg, steps)
         is_stated = WARMUP in (stated if phase.number == 1 else phase.changes)
         if is_stated and schedule.last > done and longest < schedule.cfg.warmup:
             place = "" if phase.number == 1 else f"phase {phase.number}: "
-            found.append(f"{'warmup':<9}{place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to "
-                         f"{longest:,}, a tenth of the {steps:,} of the schedule")
-    return found
+            results.append(f"{'warmup':<9}{place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to "
+                           f"{longest:,}, a tenth of the {steps:,} of the schedule")
+    return results

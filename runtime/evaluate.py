@@ -94,7 +94,7 @@ class SamplePrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a phase is validated with.
+    """The data, prompt and tasks that validate a phase.
 
     valid: the batches of every validation; by_source: those of each source of a blend. tasks: of each
     model.context that a phase has; {}: there are none.
@@ -127,7 +127,7 @@ def evaluate(
 ) -> None:
     """Writes the validation loss, that of each source and of the average of the weights (train.ema), and a
     sample of text into the log. Collective."""
-    def mean_loss_of(batches: list[Microbatch]) -> tuple[float | None, float]:
+    def mean_batch_loss(batches: list[Microbatch]) -> tuple[float | None, float]:
         return mean_loss(
             batches,
             summed_loss=run.pipeline.evaluate,
@@ -136,14 +136,14 @@ def evaluate(
         )
 
     with goodput.spending("validation"):
-        loss, bytes_per_token = mean_loss_of(evaluation.valid)
-        source_losses = {name: mean_loss_of(batches)[0] for name, batches in evaluation.by_source.items()}
+        loss, bytes_per_token = mean_batch_loss(evaluation.valid)
+        source_losses = {name: mean_batch_loss(batches)[0] for name, batches in evaluation.by_source.items()}
         ids = sample(run, evaluation.tokenizer, evaluation.prompt)
         ema_loss = None
         if run.ema is not None:
             with run.ema.as_weights():
-                ema_loss = mean_loss_of(evaluation.valid)[0]
-        report = score_tasks_of(evaluation, run, step)
+                ema_loss = mean_batch_loss(evaluation.valid)[0]
+        report = score_due_tasks(evaluation, run, step)
         log.log_evaluation(
             step,
             **(NO_LOSS if loss is None else loss_report(loss, bytes_per_token)),
@@ -183,7 +183,7 @@ def text_of_sample(tokenizer: Tokenizer, prompt: SamplePrompt, ids: list[int]) -
     return prompt.text + answer if ids else ""
 
 
-def score_tasks_of(evaluation: Evaluation, run: TrainingRun, step: int) -> "TaskReport | None":
+def score_due_tasks(evaluation: Evaluation, run: TrainingRun, step: int) -> "TaskReport | None":
     """The scores of eval.tasks; None where none are due. At the end they are."""
     every = run.cfg.eval.tasks_every or 1
     if not evaluation.tasks or (step % every and step != run.steps):
@@ -213,11 +213,11 @@ def sample_prompt(cfg: Config, valid_data: BatchLoader) -> SamplePrompt:
 
 def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
     """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
-    found: list[Microbatch] = []
+    results: list[Microbatch] = []
     for index in range(batches):
         for batch in valid_data.microbatches(index):
-            found.append(shard_batch(batch, mesh.cp))
-    return found
+            results.append(shard_batch(batch, mesh.cp))
+    return results
 
 
 def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
@@ -226,13 +226,13 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
     batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
     if len(paths) == 1 or batches == 0:
         return {}
-    found: dict[str, list[Microbatch]] = {}
+    result: dict[str, list[Microbatch]] = {}
     for name, path in zip(source_names(paths), paths):
         key = validation_key(cfg.data).removeprefix("data.")
         alone = replace(cfg, data=replace(cfg.data, **{key: f"1 {shlex.quote(path)}"}))
         data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
-        found[name] = read_valid_batches(batches, data, mesh)
-    return found
+        result[name] = read_valid_batches(batches, data, mesh)
+    return result
 
 
 def validated_paths(cfg: Config) -> list[str]:
@@ -252,20 +252,20 @@ def open_tasks(cfg: Config) -> "list[ScoredTask]":
 def encode_for_phases(
     tasks: "list[ScoredTask]", run: TrainingRun
 ) -> "dict[int, EncodedTasks]":
-    """{model.context: the tasks with at most so many tokens}, of this phase and later ones; {} without tasks.
+    """{model.context: the tasks that fit into it}, of this phase and later ones; {} without tasks.
 
     Raises ConfigError for an answer that does not fit into the context of a phase.
     """
-    found: dict[int, EncodedTasks] = {}
+    result: dict[int, EncodedTasks] = {}
     if not tasks:
-        return found
+        return result
     from data.task_scores import encode_tasks
 
     prompts = run.data.prompts
     for phase in run.phases.all[run.phase.number - 1:]:
         context = phase.cfg.model.context
-        if context not in found:
+        if context not in result:
             with named(phase):
                 special = phase.cfg.eval.special
-                found[context] = encode_tasks("eval.tasks", tasks, prompts, context, special)
-    return found
+                result[context] = encode_tasks("eval.tasks", tasks, prompts, context, special)
+    return result

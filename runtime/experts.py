@@ -128,7 +128,7 @@ class ExpertLoadMap:
             counts, every = load_counts(self.file, max_bytes)
         except Exception as error:  # any error of zip or numpy: a damaged map must not end a run
             cause = f"{type(error).__name__}: {error}"
-            self.trouble = f"{self.file}: damaged, the picture begins anew ({cause})"
+            self.trouble = f"{self.file}: damaged, the picture starts over ({cause})"
             return
         if counts.shape[1:] == self.counts.shape[1:]:
             columns_to_keep = -(-start_step // every)

@@ -1,8 +1,8 @@
 """Exit codes and error messages of a process.
 
 A user error is one line. Every other error begins with the rank and its host. An exception class may define
-its exit code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 80 ReplicasDiffer and
-ComputeDiffers, 81 OutOfMemory, 82 StorageError.
+its exit code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 80 ReplicaMismatch and
+ComputeMismatch, 81 OutOfMemory, 82 StorageError.
 """
 import contextlib
 import errno
@@ -41,7 +41,7 @@ class OutOfMemory(RuntimeError):
     exit_code = OUT_OF_MEMORY
 
 
-def code_of(error: BaseException) -> int:
+def get_exit_code(error: BaseException) -> int:
     """Return the exit code of an error, which schedulers act on (docs/training.md)."""
     own_code: int | None = getattr(error, "exit_code", None)
     if own_code is not None:
@@ -62,7 +62,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def should_requeue(error: BaseException) -> bool:
     """Return whether a requeue may succeed: after a hang, a lost peer, differing replicas, failed storage."""
-    return code_of(error) in (HANG, REPLICAS_DIFFER, STORAGE_FAILED) or isinstance(error, PeerError)
+    return get_exit_code(error) in (HANG, REPLICAS_DIFFER, STORAGE_FAILED) or isinstance(error, PeerError)
 
 
 def one_line(error: BaseException) -> str:
@@ -92,7 +92,7 @@ def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
 
     A traceback follows if the cause is unknown or with `trace`.
     """
-    code = code_of(error)
+    code = get_exit_code(error)
     where = "" if code == USER_MISTAKE else f"rank {rank} on {socket.gethostname()}: "
     text = f"error: {where}{one_line(error)}"
     is_unknown = code == 1 and not hasattr(error, "exit_code")
@@ -153,4 +153,4 @@ def fail_cleanly(main: Callable[[list[str]], int], argv: list[str]) -> int:
         code = reported_code(error)  # set by durable/peers.py
         if code is None or trace:
             print_error(explain(error, trace=trace))
-        return code_of(error) if code is None else code
+        return get_exit_code(error) if code is None else code

@@ -28,8 +28,8 @@ def refuse_links(folder: Path) -> None:
         for path in sorted(place.iterdir()):
             if path.is_symlink() and path.name not in FOLLOWED:
                 raise ConfigError(
-                    f"{path}: is a link, and a run writes no file through one; replace it by what it points "
-                    "to, or choose another --log.name (another disk: --log.dir)"
+                    f"{path}: is a link, and a run does not write through links; replace it by what it "
+                    "points to, or choose another --log.name (another disk: --log.dir)"
                 )
 
 

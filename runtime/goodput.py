@@ -131,26 +131,26 @@ def parse_start(line: bytes) -> StartRecord | None:
 def whole(value: Any) -> int:
     """Return the value. Raises ValueError if it is not an integer."""
     if type(value) is not int:
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return value
 
 
 def amount(value: Any) -> float:
     """Return the value as a float. Raises ValueError unless it is finite and at least 0."""
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no time")
+        raise ValueError(f"{value!r} is not a time")
     return float(value)
 
 
 def read_starts(folder: Path) -> list[StartRecord]:
     """Read the launches of a run in order, skipping damaged lines. Raises OSError."""
-    found: list[StartRecord] = []
+    results: list[StartRecord] = []
     with contextlib.suppress(FileNotFoundError), open(folder / STARTS_FILE, "rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             record = parse_start(line)
             if record is not None:
-                found.append(record)
-    return found
+                results.append(record)
+    return results
 
 
 # ---- the report --------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class GoodputReport:
         return text.replace("%", " %")
 
 
-def reckon(starts: Sequence[StartRecord], skipped_seconds: float = 0.0) -> GoodputReport:
+def compute_goodput(starts: Sequence[StartRecord], skipped_seconds: float = 0.0) -> GoodputReport:
     """Compute the report of these launches, the last of which is the current one.
 
     skipped_seconds: time in skipped steps, which were not repeated but changed no weights.
@@ -301,7 +301,7 @@ class GoodputClock(Extra):
 
     def give_up(self, error: Exception) -> None:
         cause = error.strerror if isinstance(error, OSError) else str(error)
-        self.trouble = f"{self.path}: {cause}; later starts do not know of this one"
+        self.trouble = f"{self.path}: {cause}; later starts will not count this one"
         self.close_file()
 
     @contextlib.contextmanager
@@ -356,7 +356,7 @@ class GoodputClock(Extra):
     def report(self, skipped_seconds: float = 0.0) -> GoodputReport:
         """Return the report up to now. skipped_seconds: see reckon."""
         self.write()
-        return reckon([*self.earlier, self.record], skipped_seconds)
+        return compute_goodput([*self.earlier, self.record], skipped_seconds)
 
     def end(self, exit_code: int) -> None:
         self.record = replace(self.record, exit_code=exit_code)
@@ -390,5 +390,5 @@ def recorded_start(goodput: GoodputClock) -> Iterator[None]:
             goodput.end(failure.USER_MISTAKE)
         raise
     except BaseException as error:
-        goodput.end(failure.code_of(error))
+        goodput.end(failure.get_exit_code(error))
         raise

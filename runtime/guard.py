@@ -44,4 +44,4 @@ class NonFiniteGuard:
             if self.num_bad >= self.limit:
                 raise NonFiniteLoss(
                     f"loss or gradient norm not finite for {self.num_bad} steps in a row; the weights and "
-                    f"the last checkpoint are untouched. Lower optim.lr, set optim.clip, or look at the data")
+                    f"the last checkpoint are untouched. Lower optim.lr, set optim.clip, or inspect the data")

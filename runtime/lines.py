@@ -82,7 +82,7 @@ class MetricsFile:
         if not self.trouble or self.warned:
             return None
         self.warned = True
-        return f"{self.path}: {self.trouble}; training goes on without these records"
+        return f"{self.path}: {self.trouble}; training continues without these records"
 
     def close(self) -> int:
         """Close the file. Returns the number of dropped records."""

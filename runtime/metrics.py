@@ -30,7 +30,7 @@ from torch import Tensor
 
 from config import Config, ModelConfig, Tree
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
-from config.reading import Phase, phases_of
+from config.reading import Phase, get_phases
 from config.reading.phases import change_lines
 from config.tree import plain_data
 from config.version import VERSION
@@ -46,7 +46,7 @@ from runtime.console import (
     visible,
 )
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
-from runtime.failure import code_of
+from runtime.failure import get_exit_code
 from runtime.goodput import GoodputClock
 from runtime.lines import MetricsFile, read_metrics, skipped_seconds, steps_without_targets
 from runtime.plot import LivePicture
@@ -59,6 +59,7 @@ from runtime.wandb_sink import WandbSink
 
 DeviceEvent = torch.cuda.Event | torch.mps.Event
 
+GOODPUT_MINUTES = 10  # from here on the closing lines of a first start have its goodput
 NOISE_DECAY = 0.95  # of the running means of the noise scale
 ESCAPE_LENGTH = 10  # maximum length of an escaped character
 ETA_WINDOW = 64  # the ETA uses the median time of this many steps
@@ -148,7 +149,7 @@ class MetricsLogger:
                  start_step: int = 0, goodput: GoodputClock | None = None) -> None:
         self.run_dir = Path(run_dir)
         self.cfg = cfg
-        self.phases = phases_of(cfg)
+        self.phases = get_phases(cfg)
         self.phase = self.phases.of_step(min(start_step + 1, steps))
         self.env = env
         self.steps = steps
@@ -218,7 +219,7 @@ class MetricsLogger:
                  trace: TracebackType | None) -> None:
         """After an error, write what is pending and close W&B with the error's exit code."""
         if error is not None:
-            self.close(f"{type(error).__name__}: {error}", code=code_of(error))
+            self.close(f"{type(error).__name__}: {error}", code=get_exit_code(error))
 
     # ---- each step -----------------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class MetricsLogger:
             self.show()
         elif self.cfg.optim.spike_rewind is not None:
             self.read_pending()  # a run that may be rewound reads each step when it ends
-        return self.take_flags()
+        return self.pop_flags()
 
     def flush(self) -> list[int]:
         """Read and write all pending steps. Returns the flags not yet returned.
@@ -288,21 +289,21 @@ class MetricsLogger:
                 self.experts.save()
             except OSError as error:  # a failed plot does not end a run
                 self.log_line(f"warning: {self.experts.file} was not written: {error.strerror}")
-        return self.take_flags()
+        return self.pop_flags()
 
-    def take_flags(self) -> list[int]:
+    def pop_flags(self) -> list[int]:
         flags = self.unreturned
         self.unreturned = []
         return flags
 
-    def take_spikes(self) -> list[tuple[int, bool]]:
+    def pop_spikes(self) -> list[tuple[int, bool]]:
         """Return (step, whether it was a spike) for the finite steps read since the last call."""
         found = self.spikes
         self.spikes = []
         return found
 
     def add_spike(self, row: dict[str, Any]) -> None:
-        """Keep a row's verdict for take_spikes(), and report a spike on the console."""
+        """Keep a row's verdict for pop_spikes(), and report a spike on the console."""
         is_spike = bool(row.get("spike"))
         if self.cfg.optim.spike_sigma is not None and (is_spike or not row["skipped"]):
             self.spikes.append((row["step"], is_spike))
@@ -328,7 +329,7 @@ class MetricsLogger:
         if self.cfg.log.noise_scale and self.file:
             self.smoothed_noise = SmoothedNoise(read_metrics(self.run_dir, ALL_STEPS)[0])
 
-    def take_shares(self) -> list[StepShares]:
+    def pop_shares(self) -> list[StepShares]:
         """Return this rank's time breakdown of the steps read since the last call.
 
         All ranks return the same steps. Omits the first step of a process, which compiles and connects.
@@ -491,7 +492,7 @@ class MetricsLogger:
         console.label("log", " · ".join(places))
         if self.copied_from:
             console.write_wrapped(
-                f"{self.run_dir} is a copy of {self.copied_from}, and a run of its own in W&B from here on"
+                f"{self.run_dir} is a copy of {self.copied_from}, and a separate run in W&B from here on"
             )
         for note in notes:
             console.write_wrapped(note)
@@ -695,13 +696,15 @@ class MetricsLogger:
             sink.close(code, f"{elapsed}: {reason or f'{self.steps:,} steps'}")
 
     def report_goodput(self) -> None:
-        """Print the goodput of the run, over all its launches, and send it to the sinks."""
+        """Send the goodput of the run, over all its launches, to the sinks; print it unless the run is short
+        and was started once."""
         if self.goodput is None:
             return
         report = self.goodput.report(skipped_seconds(self.run_dir))
         if self.goodput.trouble:
             self.log_line(f"warning: {self.goodput.trouble}")
-        self.log_line(report.line())
+        if report.starts > 1 or report.minutes >= GOODPUT_MINUTES:
+            self.log_line(report.line())
         values = {"goodput": report.goodput, "ettr": report.ettr, "starts": report.starts}
         step = self.goodput.record.last_step or self.start_step
         self.put(step, {f"run/{name}": value for name, value in values.items()})

@@ -20,7 +20,7 @@ PARENT_POLL_SECONDS = 0.5  # between checks of the parent on systems without prc
 # ---- die with the parent -----------------------------------------------------------------------------------
 
 
-def dying_with(parent: int) -> Callable[[], None] | None:
+def death_signal_setter(parent: int) -> Callable[[], None] | None:
     """Return a function by which a child makes the kernel kill it when its parent dies.
 
     It may run between fork and exec, so it only calls what is already loaded. Returns None on systems without
@@ -30,12 +30,12 @@ def dying_with(parent: int) -> Callable[[], None] | None:
     if prctl is None:
         return None
 
-    def ask_for_death() -> None:
+    def request_death_signal() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent died before the call
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return ask_for_death
+    return request_death_signal
 
 
 def die_with_parent() -> None:
@@ -44,11 +44,11 @@ def die_with_parent() -> None:
     Otherwise a worker of a killed torchrun would keep its GPU and locks.
     """
     parent = os.getppid()
-    ask_for_death = dying_with(parent)
-    if ask_for_death is None:
+    request_death_signal = death_signal_setter(parent)
+    if request_death_signal is None:
         threading.Thread(target=end_with_parent, args=(parent,), daemon=True, name="parent").start()
     else:
-        ask_for_death()
+        request_death_signal()
 
 
 def end_with_parent(parent: int) -> None:
@@ -61,7 +61,7 @@ def end_with_parent(parent: int) -> None:
 # ---- /proc -------------------------------------------------------------------------------------------------
 
 
-def catches(pid: int, number: signal.Signals) -> bool | None:
+def handles_signal(pid: int, number: signal.Signals) -> bool | None:
     """Return whether a process has a handler for the signal, or None if it has exited or /proc is missing."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -76,7 +76,7 @@ def stat_fields(pid: int | str) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def parent_of(pid: int) -> int:
+def get_parent_pid(pid: int) -> int:
     """Return the parent's pid. Raises OSError, or IndexError or ValueError for a process that is exiting."""
     return int(stat_fields(pid)[PARENT_FIELD])
 

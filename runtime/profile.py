@@ -9,11 +9,11 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from config import profiled_steps
-from parallel.extras import Extra, StepResult
+from parallel.extras import StepExtra
 from parallel.microbatch import Microbatch
 
 
-class ProfilerTrace(Extra):
+class ProfilerTrace(StepExtra):
     """Profile the steps FIRST:LAST, both included, without their data loading."""
 
     def __init__(self, steps: str, folder: Path, rank: int) -> None:
@@ -25,7 +25,7 @@ class ProfilerTrace(Extra):
         if step in self.steps and self.profiler is None:
             self.start()
 
-    def step_computed(self, run: Any, step: int, result: StepResult) -> None:
+    def after_step(self, run: Any, step: int) -> None:
         """Write the trace after the last of the steps."""
         if self.profiler is not None and step >= self.steps[-1]:
             self.close()

@@ -12,7 +12,8 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from config import Config, ConfigError, usable_cores
 from config.provenance import Provenance, describe, read_code, typed
 from config.reading import CONFIG_FOLDER
 from model.router import mixture
-from runtime.processes import catches, die_with_parent, process_seconds
+from runtime.processes import die_with_parent, handles_signal, process_seconds
 from runtime.tensorboard_sink import check_tensorboard
 
 # parts of the names of environment variables whose values are never written
@@ -85,6 +86,24 @@ class LaunchEnv:
         return f"torch {version} · cpu x{self.world} ({self.threads} thread{plural})"
 
 
+@dataclass(frozen=True)
+class LaunchInfo:
+    """How this launch came about and whom it tells, beyond its config.
+
+    stated: keys given on the command line or in its file. steps_done: steps made by earlier launches
+    (durable/progress.py); the data of finished phases is not opened. about_layout: lines for the header.
+    seconds_before: since this process started. failure_scope: context of the loop that reports a failure to
+    the other ranks. report_exit(code, reason, whether to requeue) is called at the end.
+    """
+
+    stated: Collection[str] = ()
+    steps_done: int = 0
+    about_layout: Sequence[str] = ()
+    seconds_before: float = 0.0
+    failure_scope: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    report_exit: Callable[[int, str, bool], object] = lambda code, reason, requeue: None
+
+
 def read_environment(cfg: Config) -> LaunchEnv:
     """Prepare this process and return its environment.
 
@@ -107,6 +126,8 @@ def read_environment(cfg: Config) -> LaunchEnv:
     set_determinism(deterministic, cfg.train.compile)
     if cfg.train.cuda_graphs and device.type != "cuda":
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
+    if cfg.train.unproven and device.type != "cuda":
+        raise ConfigError("train.unproven: needs a GPU, and torch finds none here; leave it out")
     if cfg.log.tensorboard:
         check_tensorboard()
     needs_hopper = cfg.train.cuda_graphs and mixture(cfg.model) is not None
@@ -179,7 +200,7 @@ def rank_and_world() -> tuple[int, int, int, int]:
     if not (0 <= rank < world and 0 <= local_rank < local_world):
         raise ConfigError(
             f"rank {rank} of {world}, local rank {local_rank} of {local_world}: RANK, WORLD_SIZE, LOCAL_RANK "
-            f"(or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
+            f"(or SLURM_*) are inconsistent; start with torchrun or srun, or unset them")
     return rank, world, local_rank, local_world
 
 
@@ -207,7 +228,7 @@ def launcher_notes() -> list[str]:
     # no launcher, or scripts.launch, which forwards the signal
     if os.environ.get("TORCHELASTIC_RUN_ID", "launch") == "launch":
         return []
-    if catches(os.getppid(), signal.SIGUSR1) is not False:
+    if handles_signal(os.getppid(), signal.SIGUSR1) is not False:
         return []
     return ["warning: SIGUSR1 would end this torchrun and its ranks before they can save; start it with "
             "--signals-to-handle SIGTERM,SIGINT,SIGUSR1, or use python -m scripts.launch"]

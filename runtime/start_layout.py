@@ -24,12 +24,12 @@ def auto_layout(
     folder: Path,
     done: int,
     stated: Collection[str],
-    told_by_first: Callable[[str, Callable[[], list[Any]]], list[Any]],
+    broadcast_from_first: Callable[[str, Callable[[], list[Any]]], list[Any]],
 ) -> tuple[Config, list[str]]:
     """Return the config, with the planner's layout under parallel.auto, and header lines about it.
 
-    done: completed steps. stated: keys (section.key) to keep. told_by_first(key, work): broadcasts work() of
-    rank 0, the only rank that searches. Raises ConfigError.
+    done: completed steps. stated: keys (section.key) to keep. broadcast_from_first(key, work): broadcasts
+    work() of rank 0, the only rank that searches. Raises ConfigError.
     """
     if cfg.parallel.auto is None:
         return cfg, []
@@ -41,7 +41,7 @@ def auto_layout(
         layout = auto.layout_of_run(cfg, env.world, device, stated, after=done, saved=saved)
         return [layout.values, layout.text]
 
-    values, text = told_by_first("auto_layout", choose)
+    values, text = broadcast_from_first("auto_layout", choose)
     return with_values(cfg, values), [f"{'auto':<9}{text}"]
 
 

@@ -51,7 +51,7 @@ class EvaluationModel:
             raise ConfigError(f"--tasks: an answer of {longest} tokens is longer than the model's context of "
                               f"{self.context}; choose another task")
         rows = [self.join(pair) for pair in pairs]
-        say_cut(len(pairs), sum(len(before) + len(after) > self.context + 1 for before, after in pairs))
+        warn_cut(len(pairs), sum(len(before) + len(after) > self.context + 1 for before, after in pairs))
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
 
         # longest first: batches have rows of similar length, and the first batch needs the most memory
@@ -76,7 +76,7 @@ class EvaluationModel:
         """Generate greedily after each prompt, dropping its first tokens to make room for the new ones."""
         rows = [(self.encode(prompt) or [self.before_text], max(1, self.context - most))
                 for prompt, _, most in requests]
-        say_cut(len(rows), sum(len(ids) > room for ids, room in rows))
+        warn_cut(len(rows), sum(len(ids) > room for ids, room in rows))
         return [self.text_until(ids[-room:], stops, most)
                 for (ids, room), (_, stops, most) in zip(rows, requests)]
 
@@ -93,7 +93,7 @@ class EvaluationModel:
         return text[:min(ends, default=len(text))]
 
 
-def say_cut(num_texts: int, num_cut: int) -> None:
+def warn_cut(num_texts: int, num_cut: int) -> None:
     if num_cut:
         print(f"--tasks: of {num_texts:,} texts, {num_cut:,} cut at their beginning to model.context",
               file=sys.stderr)
@@ -152,10 +152,10 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
                           "where there is a network, or give files of tasks") from error
     if found is None:  # lm-eval under torchrun, on all ranks but the first of a node
         return {}
-    return {task: numbers_of(values) for task, values in found["results"].items()}
+    return {task: get_numbers(values) for task, values in found["results"].items()}
 
 
-def numbers_of(values: dict[str, Any]) -> dict[str, float]:
+def get_numbers(values: dict[str, Any]) -> dict[str, float]:
     """Return a task's numeric results, with ",none" (no filter) removed from their names."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
@@ -198,7 +198,7 @@ def harness_model(speaker: EvaluationModel) -> Any:
         def text_request(self, prompt: str, settings: dict[str, Any]) -> TextRequest:
             is_sampled = settings.get("do_sample") and settings.get("temperature", 1.0) > 0
             if is_sampled:
-                raise ConfigError("--tasks: a task wants sampled text; only the likeliest is made here")
+                raise ConfigError("--tasks: a task needs sampled text; only greedy decoding is supported")
             stops = settings.get("until") or []
             if isinstance(stops, str):
                 stops = [stops]

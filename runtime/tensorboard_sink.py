@@ -84,7 +84,7 @@ class TensorboardSink:
         if self.warned or not self.trouble:
             return None
         self.warned = True
-        return f"TensorBoard: {self.trouble}; training goes on without it, metrics.jsonl has everything"
+        return f"TensorBoard: {self.trouble}; training continues without it, metrics.jsonl has everything"
 
     def close(self, code: int, closing_line: str) -> None:
         def write() -> None:

@@ -34,8 +34,8 @@ from typing import Any, TextIO
 GRACE_SECONDS = 3.0  # to finish after the trainer has died
 POLL_SECONDS = 0.5
 MAX_ERROR_LENGTH = 200
-MOST_FILES = 10**7  # in a checkpoint, since every rank writes some
-MOST_TEXTS = 100  # newest texts in the table, which is sent as a whole each time
+MAX_FILES = 10**7  # in a checkpoint, since every rank writes some
+MAX_TEXTS = 100  # newest texts in the table, which is sent as a whole each time
 OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # metrics that W&B plots over "tokens"
 
 
@@ -87,14 +87,14 @@ def run_wandb(trainer_pid: int) -> None:
         if "config" in message:
             run.config.update(message["config"], allow_val_change=True)
         elif "rewind" in message:
-            title = f"{run.name}: went back to step {message['rewind']}"
+            title = f"{run.name}: rewound to step {message['rewind']}"
             run.alert(title=title, text="later steps are trained again", level="WARN")
         elif "checkpoint" in message:
-            run.log_artifact(artifact_of(wandb, run.id, message))
+            run.log_artifact(make_artifact(wandb, run.id, message))
         else:
             step = message["step"]
             if "text" in message:
-                texts = [*texts, [step, message["text"]]][-MOST_TEXTS:]
+                texts = [*texts, [step, message["text"]]][-MAX_TEXTS:]
             run.log({"step": step, **logged_values(wandb, message, texts)}, step=history.of(step))
     run.finish(exit_code=exit_code)
 
@@ -144,11 +144,11 @@ def logged_values(wandb: Any, message: dict[str, Any], texts: list[list[Any]]) -
     return message["values"]
 
 
-def artifact_of(wandb: Any, run_id: str, message: dict[str, Any]) -> Any:
+def make_artifact(wandb: Any, run_id: str, message: dict[str, Any]) -> Any:
     """Create an artifact for a checkpoint: a reference to its folder, and copies of the files."""
     metadata = {"step": message["step"], "host": platform.node()}
     artifact = wandb.Artifact(f"checkpoint-{run_id}", type="model", metadata=metadata)
-    artifact.add_reference(f"file://{message['checkpoint']}", checksum=False, max_objects=MOST_FILES)
+    artifact.add_reference(f"file://{message['checkpoint']}", checksum=False, max_objects=MAX_FILES)
     for file in message["files"]:
         artifact.add_file(file)
     return artifact

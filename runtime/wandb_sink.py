@@ -155,8 +155,8 @@ class WandbSink:
         if self.warned or not (self.trouble or self.dropped):
             return None
         self.warned = True
-        cause = self.trouble or "does not keep up"
-        return f"W&B: {cause}; training goes on without it, metrics.jsonl has everything"
+        cause = self.trouble or "cannot keep up"
+        return f"W&B: {cause}; training continues without it, metrics.jsonl has everything"
 
     def close(self, code: int = 0, closing_line: str = "", wait: float = CLOSE_SECONDS) -> None:
         """Send what is left, an alert and the exit code, and wait at most `wait` seconds for the child."""

@@ -75,14 +75,14 @@ def average(paths: list[Path], folder: Path, made: Tree) -> None:
     """
     indexes = [store.quick_check(path) for path in paths]
     metas = [index.meta for index in indexes]
-    cfgs = [state.config_of(meta) for meta in metas]
+    cfgs = [state.build_config(meta) for meta in metas]
     for path, meta, cfg in zip(paths[1:], metas[1:], cfgs[1:]):
         check_same_model(paths[0], path, cfgs[0], cfg)
         if meta["tokenizer"] != metas[0]["tokenizer"]:
             raise ConfigError(f"{path}: has another tokenizer than {paths[0]}; average runs of one tokenizer")
         starts = [each.get("bos") for each in (meta, metas[0])]
         if None not in starts and starts[0] != starts[1]:
-            raise ConfigError(f"{path}: its documents begin otherwise than those of {paths[0]} (data.bos); "
+            raise ConfigError(f"{path}: its documents begin differently from those of {paths[0]} (data.bos); "
                               "average runs of one kind")
 
     check_size(cfgs[-1].model, indexes[-1].pieces, str(paths[-1]))

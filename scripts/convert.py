@@ -80,17 +80,17 @@ from runtime.failure import exit_process, fail_cleanly
 # layers of rounding); a swapped head, a wrong RoPE base or a missing bias differs by 1e-2 or more.
 TOLERANCE = 1e-4
 PROBED = 64  # tokens of a sequence whose logits are compared
-MOST_PROBED = 8192  # longest window that is probed beyond
+MAX_PROBED = 8192  # longest window that is probed beyond
 DROPOUTS = (
     "attention_dropout", "hidden_dropout", "residual_dropout", "embedding_dropout", "output_dropout",
     "resid_pdrop", "embd_pdrop", "attn_pdrop",
 )
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}  # of --shard-size
-LEAST_VISION = {"hidden_size": 16, "num_hidden_layers": 0, "num_attention_heads": 1}
+MIN_VISION_TENSORS = {"hidden_size": 16, "num_hidden_layers": 0, "num_attention_heads": 1}
 MAX_ERROR_LENGTH = 300  # characters of a transformers error to show
 
 
-class LogitsDiffer(ConfigError):
+class LogitsMismatch(ConfigError):
     """Raised if the logits of the two sides differ."""
     exit_code = 1
 
@@ -105,7 +105,7 @@ def from_hf(
     `spec` is the tokenizer, by default that of the folder, if it has one. `eod` is the token that ends
     documents, by default the one named in the tokenizer's files. `made` records the command
     (config/provenance.py).
-    Raises ConfigError; LogitsDiffer; StorageError.
+    Raises ConfigError; LogitsMismatch; StorageError.
     """
     family, model = hf_config.read_hf_config(folder)
     found = hf.stored_tensors(folder, family, model.layers)
@@ -113,9 +113,9 @@ def from_hf(
     model = hf.tie_embeddings(model, found)
     has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
     tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
-    is_own = tok is not None and has_ids_of(folder, tok, eod)
+    is_own = tok is not None and has_same_ids(folder, tok, eod)
     if tok is not None and spec and not is_own:
-        check_texts_of(folder, tok, spec)
+        check_same_texts(folder, tok, spec)
     try:
         cfg = config_of_run(model, run, tok is not None)
         check_rules(cfg)
@@ -163,7 +163,7 @@ def from_hf(
     }
 
 
-def has_ids_of(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
+def has_same_ids(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
     """Return whether the folder has a tokenizer with the same ids as `tok`, so that its richer files can be
     used.
     """
@@ -173,7 +173,7 @@ def has_ids_of(folder: Path, tok: Tokenizer, eod: str | None) -> bool:
         return False
 
 
-def check_texts_of(folder: Path, tok: Tokenizer, spec: str) -> None:
+def check_same_texts(folder: Path, tok: Tokenizer, spec: str) -> None:
     """Raise ConfigError if the folder's tokenizer maps some id to another text than `tok`, which --tokenizer
     names as `spec`: the weights were trained with the folder's.
     """
@@ -313,11 +313,11 @@ def to_hf(
 
     `dtype` is that of the weights on disk. `spec` is the tokenizer, by default that of the run, if it has
     one. `weights` is one of state.WEIGHTS. `eod` is as in from_hf. `shard_bytes` limits the tensors of a
-    file. Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
+    file. Raises ConfigError; IntegrityError; LogitsMismatch; StorageError.
     """
     notes: list[str] = []
     index = state.find_index(run, notes)
-    cfg = state.config_of(index.meta)
+    cfg = state.build_config(index.meta)
     model = cfg.model
     family = hf_config.family_of(model)
 
@@ -356,18 +356,18 @@ def to_hf_on_ranks(
     notes: list[str] = []
 
     def export(index: store.StoredIndex) -> dict:
-        cfg = state.config_of(index.meta)
+        cfg = state.build_config(index.meta)
         family = hf_config.family_of(cfg.model)
         pieces, tensors = tensors_to_write(index, cfg, family)
         files = hf.divide_into_files(tensors, DTYPES[dtype], shard_bytes)
         own = hf_ranks.files_of_rank(files, DTYPES[dtype], world.rank, world.size)
 
         def begin() -> list[str]:
-            found: list[str] = []
-            tok, source = tokenizer_to_export(index, spec, eod, found)
+            results: list[str] = []
+            tok, source = tokenizer_to_export(index, spec, eod, results)
             temp = begun.enter_context(new_folder(folder))
             small = write_small_files(temp, index, tok, source=source, dtype=DTYPES[dtype], weights=weights)
-            return [str(temp), *found, *small]
+            return [str(temp), *results, *small]
 
         def finish() -> None:
             total_bytes = sum(tensor.num_bytes(DTYPES[dtype]) for tensor in tensors)
@@ -375,10 +375,10 @@ def to_hf_on_ranks(
             begun.close()  # renames it
 
         with contextlib.ExitStack() as begun:  # on the first rank
-            name, *of_folder = state.first_rank_does(begin, everyone, timeout_s)
+            name, *of_folder = state.run_on_first_rank(begin, everyone, timeout_s)
             temp = Path(name)
             try:
-                state.all_ranks_do(
+                state.run_on_all_ranks(
                     lambda: hf_ranks.write_files(
                         temp,
                         own,
@@ -394,11 +394,11 @@ def to_hf_on_ranks(
                     everyone,
                     timeout_s,
                 )
-                state.first_rank_does(finish, everyone, timeout_s)
+                state.run_on_first_rank(finish, everyone, timeout_s)
             except PeerError:
                 raise
             except Exception:  # raised on all ranks: none exits before the folder is removed
-                state.first_rank_does(lambda: remove(temp), everyone, timeout_s)
+                state.run_on_first_rank(lambda: remove(temp), everyone, timeout_s)
                 raise
         plural = "s" if len(files) > 1 else ""
         said = (f"{world.size} ranks wrote {len(files)} file{plural} of weights and read back every bit; no "
@@ -448,7 +448,7 @@ def tokenizer_to_export(
     tok = tokenizer_of_run(path, meta["tokenizer"], spec, eod) if spec or source.is_dir() else None
     if not tok:
         notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
-    notes += vocab_notes(tok, state.config_of(meta).model)
+    notes += vocab_notes(tok, state.build_config(meta).model)
     return tok, source
 
 
@@ -465,10 +465,10 @@ def write_small_files(
 
     `source` is the folder or file of the tokenizer.
     """
-    cfg = state.config_of(index.meta)
+    cfg = state.build_config(index.meta)
     with storage_errors(target, 0):
         write_settings(target, cfg.model, tok, source=source, dtype=dtype)
-        write_json(target / "provenance.json", origin_of(index.path, index.meta, weights))
+        write_json(target / "provenance.json", find_origin(index.path, index.meta, weights))
         if tok:
             family = hf_config.family_of(cfg.model)
             return export_json(tok, family, target, start_token(tok, cfg.data.bos))
@@ -479,7 +479,7 @@ def export_report(
     index: store.StoredIndex, folder: Path, *, num_tensors: int, logits: dict | None, notes: list[str]
 ) -> dict:
     """Return the report of an export."""
-    model = state.config_of(index.meta).model
+    model = state.build_config(index.meta).model
     return {
         "family": hf_config.family_of(model),
         "parameters": parameters(model)["total"],
@@ -492,7 +492,7 @@ def export_report(
     }
 
 
-def origin_of(path: Path, meta: Tree, weights: str) -> Tree:
+def find_origin(path: Path, meta: Tree, weights: str) -> Tree:
     """Return the record of the exported run from its checkpoint's path and meta. For `weights` see to_hf."""
     made = meta.get("provenance") or {}
     code = made.get("code", {})
@@ -689,8 +689,8 @@ def probes(model: ModelConfig) -> list[Tensor]:
     switches = rope_switches(model)
     shapes = [(2, min(PROBED, model.context, *switches))]
     has_state = any(not like.mixer.has_softmax for like in config.layer_models(model).values())
-    reaches = [*windows_of(model), *[CHUNK] * has_state, *switches]
-    seen = [reach for reach in reaches if reach < min(model.context, MOST_PROBED)]
+    reaches = [*get_windows(model), *[CHUNK] * has_state, *switches]
+    seen = [reach for reach in reaches if reach < min(model.context, MAX_PROBED)]
     if seen:
         shapes.append((1, min(max(seen) + PROBED, model.context)))
     generator = torch.Generator().manual_seed(0)
@@ -701,14 +701,14 @@ def window_notes(model: ModelConfig) -> list[str]:
     """Return a note that the logits were only compared within the window or the original context, [] if they
     were compared beyond it.
     """
-    named = {"window": windows_of(model), "original context": sorted(rope_switches(model))}
-    missed = {name: [length for length in lengths if length >= min(model.context, MOST_PROBED)]
+    named = {"window": get_windows(model), "original context": sorted(rope_switches(model))}
+    missed = {name: [length for length in lengths if length >= min(model.context, MAX_PROBED)]
               for name, lengths in named.items()}
     return [f"no logits were compared beyond the {name} of {', '.join(f'{length:,}' for length in lengths)}"
             for name, lengths in missed.items() if lengths]
 
 
-def windows_of(model: ModelConfig) -> list[int]:
+def get_windows(model: ModelConfig) -> list[int]:
     """Return the attention windows of all layers, in ascending order."""
     windows = {getattr(like.mixer, "window", None) for like in config.layer_models(model).values()}
     return sorted(windows - {None})
@@ -730,7 +730,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
     """Return (who computed them, logits like our_logits) of transformers' model of this folder, in fp32, or
     None without transformers.
 
-    Raises LogitsDiffer if transformers cannot load the folder or run its model.
+    Raises LogitsMismatch if transformers cannot load the folder or run its model.
     """
     try:
         import transformers
@@ -768,7 +768,7 @@ def their_logits(folder: Path, ours: ModelConfig) -> tuple[str, list[Tensor]] | 
         return who, logits
     except Exception as error:  # any error of transformers with this folder
         text = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
-        raise LogitsDiffer(f"{folder}: {who} cannot run it: {type(error).__name__}: {text}") from error
+        raise LogitsMismatch(f"{folder}: {who} cannot run it: {type(error).__name__}: {text}") from error
 
 
 def as_whole(keys: Tree) -> Tree:
@@ -779,7 +779,7 @@ def as_whole(keys: Tree) -> Tree:
     if family is None or not family.within:
         return keys
     tied = {"tie_word_embeddings": keys["tie_word_embeddings"]}
-    return {"model_type": family.within, hf_config.TEXT: keys, "vision_config": LEAST_VISION, **tied}
+    return {"model_type": family.within, hf_config.TEXT: keys, "vision_config": MIN_VISION_TENSORS, **tied}
 
 
 def kept_as_stored(model_class: type | None, folder: Path) -> type | None:
@@ -828,18 +828,19 @@ def read_back(folder: Path) -> tuple[str, list[Tensor]]:
 def compare(
     ours: list[Tensor], theirs: tuple[str, list[Tensor]] | None, model: ModelConfig, where: str
 ) -> dict | None:
-    """Return the report on the logits of both sides, None if there is no other side. Raises LogitsDiffer."""
+    """Return the report on the logits of both sides, None if there is no other side. Raises
+    LogitsMismatch."""
     if theirs is None:
         return None
     who, logits = theirs
     shapes, our_shapes = ([list(each.shape) for each in side] for side in (logits, ours))
     if shapes != our_shapes:
-        raise LogitsDiffer(f"logits {where}: shapes {shapes}, ours {our_shapes}")
+        raise LogitsMismatch(f"logits {where}: shapes {shapes}, ours {our_shapes}")
 
     difference = max(float((one - other).abs().max()) for one, other in zip(ours, logits))
     largest = max(float(each.abs().max()) for each in logits)
     if not difference <= TOLERANCE * largest:  # also true for NaN
-        raise LogitsDiffer(
+        raise LogitsMismatch(
             f"logits {where} differ by {difference:.3g} where the largest is {largest:.3g}; nothing was "
             "kept. After an edit of model/ or kernels/, the exported config.json cannot say what the model "
             "computes; without one this is a bug in the conversion: please report it with the config.json")
@@ -890,19 +891,19 @@ def arguments() -> argparse.ArgumentParser:
     importer = commands.add_parser("from-hf", help="a Hugging Face folder -> a run folder")
     importer.add_argument("folder", metavar="DIR", type=Path,
                           help="config.json, *.safetensors, tokenizer files")
-    importer.add_argument("run", metavar="RUN", type=Path, help="run folder to make")
+    importer.add_argument("run", metavar="RUN", type=Path, help="run folder to create")
 
     exporter = commands.add_parser("to-hf", help="a run -> a Hugging Face folder")
     exporter.add_argument("run", metavar="RUN",
                           help="run folder (its newest checkpoint) or checkpoint folder")
-    exporter.add_argument("folder", metavar="DIR", type=Path, help="folder to make")
+    exporter.add_argument("folder", metavar="DIR", type=Path, help="folder to create")
     exporter.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
                           help="dtype of the weights on disk (default fp32: exact)")
     exporter.add_argument("--weights", choices=state.WEIGHTS, default=state.TRAINED,
                           help="ema: their moving average (train.ema)")
 
     exporter.add_argument("--shard-size", type=shard_size, default=hf.SHARD_BYTES, metavar="SIZE",
-                          help="of a file of weights, at most, as 5GB or 200MB (default 5GB)")
+                          help="largest size of a file of weights, such as 5GB or 200MB (default 5GB)")
 
     for command in (importer, exporter):
         command.add_argument("--tokenizer", metavar="SPEC",
@@ -918,7 +919,7 @@ def shard_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(GB|MB|KB)", text.upper())
     size = int(float(match[1]) * UNITS[match[2]]) if match else 0
     if size < 1:
-        raise argparse.ArgumentTypeError(f"expected a size as 5GB or 200MB, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 200MB, got {text!r}")
     return size
 
 
@@ -930,7 +931,7 @@ def main(argv: list[str]) -> int:
                 report = import_folder(args, argv, job)
             else:
                 report = export_run(args, job.join(kind="cpu"))
-        except LogitsDiffer as error:
+        except LogitsMismatch as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
         print(json.dumps(report) if args.json else report_text(report))

@@ -40,7 +40,7 @@ from build import build_run, with_vocab
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.plots import new_figure, save_figure, shades
-from config.reading import phases_of, resolve, split_argv, stated_keys, unused
+from config.reading import get_phases, resolve, split_argv, stated_keys, unused
 from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, table_lines, wrapped
 from config.tree import plain_data, with_values
@@ -53,14 +53,14 @@ from plan import auto, elastic
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token
-from plan.job import check_routing, job_of_rank
+from plan.job import check_routing, make_rank_job
 from plan.record.check import check
 from plan.record.events import PostedExchange, Wait, without_collection
 from plan.record.launches import CHIPS, Chip
 from plan.record.links import ClusterLinks, seconds_of_exchange
-from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, rates_of, ratios
+from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, get_rates, ratios
 from plan.record.rates import seconds as launch_seconds
-from plan.record.role import Program, answers_of, record_role, training_program
+from plan.record.role import Program, collect_answers, record_role, training_program
 from plan.record.snapshot import snapshot
 from plan.record.streams import COMPUTE
 from plan.record.summary import LaunchKind, RoleSummary, memory_by_kind, summarize
@@ -119,7 +119,7 @@ def arguments() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args, rest = arguments().parse_known_args(argv)
     if args.world is None or args.world < 1:
-        raise ConfigError("--dry-run: needs --world N, the number of ranks, as --dry-run --world 1024")
+        raise ConfigError("--dry-run: needs --world N, the number of ranks, such as --dry-run --world 1024")
     if args.picture and args.picture.suffix not in PICTURES:
         raise ConfigError(f"--picture: {args.picture} must end in {', '.join(PICTURES)}")
     if args.trace and not args.trace.name.endswith(TRACES):
@@ -133,13 +133,13 @@ def main(argv: list[str]) -> int:
         layout = auto.best_layout(cfg, args.world, elastic.RankDevice(), stated)
         print("\n".join(wrapped(f"auto: {layout.text}", output_width())))
         cfg = with_values(cfg, layout.values)
-    phases = phases_of(cfg).all
+    phases = get_phases(cfg).all
     if not 1 <= args.phase <= len(phases):
         raise ConfigError(f"--phase: {args.phase} must be 1 to {len(phases)}, a phase of train.phases")
     cfg = with_tokenizer(phases[args.phase - 1].cfg)
     unused.check_unused(cfg, args.world, but=SEARCHED)
     plan_pipeline(cfg, args.world)
-    hardware = hardware_of(args.cluster)
+    hardware = get_hardware(args.cluster)
     check_chip(cfg, hardware.chip)
     check_routing(cfg)
     for option in ("json", "picture", "trace", "memory"):
@@ -192,7 +192,7 @@ def with_tokenizer(cfg: Config) -> Config:
     is_made_later = "stdlib" in data.path if data.tokenizer is None else data.tokenizer.startswith("bpe-")
     if is_made_later or (data.tokenizer is None and "://" in data.path):
         raise ConfigError("model.vocab: is that of a tokenizer that a run makes or fetches when it starts; "
-                          "set it, as --model.vocab 32000, or give data.tokenizer a file")
+                          "set it, such as --model.vocab 32000, or give data.tokenizer a file")
     if data.tokenizer is not None:
         return with_vocab(cfg, load_tokenizer(data.tokenizer, data.eod).vocab)
     loader = open_loader(cfg, "train", 0, 1)
@@ -200,7 +200,7 @@ def with_tokenizer(cfg: Config) -> Config:
     return with_vocab(cfg, loader.required_tokenizer.vocab)
 
 
-def hardware_of(name: str) -> JobHardware:
+def get_hardware(name: str) -> JobHardware:
     """Look up a cluster's hardware. Raises ConfigError if the cluster or its GPU's code paths are unknown."""
     if name == ON_CPU:
         return JobHardware(name, chip=None, gpu=None, memory=None)
@@ -216,7 +216,7 @@ def hardware_of(name: str) -> JobHardware:
 def check_chip(cfg: Config, chip: Chip | None) -> None:
     """Raise ConfigError if the GPU cannot run the config (build.py: check_device)."""
     if chip is not None and cfg.train.dtype == "fp8" and chip.capability < FIRST_WITH_FP8:
-        raise ConfigError(f"train.dtype: {chip.name} has no fp8 (chips from sm_89 on have); use bf16")
+        raise ConfigError(f"train.dtype: {chip.name} does not support fp8 (sm_89 or newer does); use bf16")
 
 
 def ranks_to_record(asked: str | None, dims: ParallelDims) -> list[int]:
@@ -239,7 +239,7 @@ def record_roles(
     cfg: Config, dims: ParallelDims, ranks: Sequence[int], chip: Chip | None
 ) -> list[RoleSummary]:
     """Record these ranks in one process per core, and return their summaries."""
-    record = partial(record_one, cfg, dims, chip, what_others_say(cfg, dims, ranks, chip))
+    record = partial(record_one, cfg, dims, chip, collect_peer_answers(cfg, dims, ranks, chip))
     workers = min(len(ranks), os.cpu_count() or 1)
     if workers == 1:
         return [record(rank) for rank in ranks]
@@ -254,10 +254,10 @@ def record_one(
 ) -> RoleSummary:
     torch.set_num_threads(1)
     facts = Facts(keys_of_layers(cfg.model, (cfg.train.seq_len,)))
-    return summarize(record_role(cfg, dims, rank, chip, program_of(cfg), answers=answers), facts)
+    return summarize(record_role(cfg, dims, rank, chip, make_program(cfg), answers=answers), facts)
 
 
-def what_others_say(
+def collect_peer_answers(
     cfg: Config, dims: ParallelDims, ranks: Iterable[int], chip: Chip | None
 ) -> dict[int, object]:
     """Return {rank: plain data that it sends} for all ranks from which these ranks gather data.
@@ -269,17 +269,17 @@ def what_others_say(
     group, apart = ASK_OTHERS[cfg.optim.name]
     groups = [dims.group(rank, *GROUP_AXES[group]) for rank in ranks]
     heard = sorted({other for own in groups if len(own) > 1 for other in own})  # one alone gathers none
-    kinds = {rank: kind_of_rank(dims, rank, apart) for rank in heard}
+    kinds = {rank: classify_rank(dims, rank, apart) for rank in heard}
     first = {kind: rank for rank, kind in reversed(kinds.items())}
     if len(first) > MAX_ASKED:
         raise ConfigError(f"optim.name: {cfg.optim.name} divides its work by what each of {len(first):,} "
                           f"ranks holds, and a dry run asks at most {MAX_ASKED}; give --world fewer ranks, "
-                          "or take adamw, lion or sgd")
-    said = answers_of(dims, first.values(), chip, program_of(cfg))
+                          "or use adamw, lion or sgd")
+    said = collect_answers(dims, first.values(), chip, make_program(cfg))
     return {rank: said[first[kind]] for rank, kind in kinds.items()}
 
 
-def kind_of_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple[int, ...]:
+def classify_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple[int, ...]:
     """Return the rank's coordinates on these axes, or the rank itself if there are none."""
     if not apart:
         return (rank,)
@@ -287,7 +287,7 @@ def kind_of_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tuple
     return tuple(index[axis] for axis in apart)
 
 
-def program_of(cfg: Config) -> Program:
+def make_program(cfg: Config) -> Program:
     """Wrap build_run and train_step for a recording."""
     return training_program(cfg, build_run, train_step)
 
@@ -317,8 +317,8 @@ def modelled_step(
     cfg: Config, dims: ParallelDims, where: Cluster, roles: Sequence[RoleSummary]
 ) -> TimedStep:
     """Model the step of these ranks with assumed times. MFU is relative to the bf16 peak, also for fp8."""
-    sheet = sheet_of(where)
-    costs = costs_of(where, rates_of(sheet), has_graphs=cfg.train.cuda_graphs)
+    sheet = get_sheet(where)
+    costs = get_costs(where, get_rates(sheet), has_graphs=cfg.train.cuda_graphs)
     line = timeline({role.rank: role.steps for role in roles}, costs)
     tokens = cfg.train.global_batch * cfg.train.seq_len
     dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
@@ -335,12 +335,12 @@ def modelled_step(
     return TimedStep(line, mfu, assumed)
 
 
-def sheet_of(where: Cluster) -> Sheet:
+def get_sheet(where: Cluster) -> Sheet:
     flops = {name: where.flops.get(name, 0.0) for name in ("bf16", "fp8", "fp32")}
     return Sheet(where.gpu, **flops, hbm=where.hbm)
 
 
-def costs_of(where: Cluster, rates: LaunchRates, has_graphs: bool) -> Costs:
+def get_costs(where: Cluster, rates: LaunchRates, has_graphs: bool) -> Costs:
     """Return costs at middle rates. has_graphs: forward and backward cost the host nothing (CUDA graphs)."""
     links = ClusterLinks(where)
 
@@ -366,7 +366,7 @@ def memory_beside(cfg: Config, world: int, hardware: JobHardware) -> dict[str, i
     """Return {kind: bytes} of memory outside of tensors."""
     if hardware.gpu is None:
         return {}
-    job = job_of_rank(cfg, world, 0)
+    job = make_rank_job(cfg, world, 0)
     return {
         "buffers of NCCL's communicators": communicator_bytes(job, hardware.gpu),
         "CUDA, its libraries and the allocator": reserved_bytes(hardware.gpu),
@@ -382,7 +382,7 @@ def headline(
     chip = "a CPU" if hardware.chip is None else hardware.chip.name
     train = cfg.train
     return (
-        f"{name} on {dims.in_words()} of {hardware.name} ({chip}) · global batch {train.global_batch} x "
+        f"{name} on {dims.to_text()} of {hardware.name} ({chip}) · global batch {train.global_batch} x "
         f"{train.seq_len}, micro-batch {train.micro_batch}, {train.dtype} · {num_roles} of {dims.world:,} "
         f"ranks recorded in {seconds:.0f} s"
     )
@@ -392,7 +392,7 @@ def role_table(
     roles: list[RoleSummary], dims: ParallelDims, is_on_cpu: bool, width: int | None
 ) -> list[str]:
     rows = []
-    for role, ranks in alike(roles, dims):
+    for role, ranks in group_alike(roles, dims):
         sent = sum(one.nbytes for one in role.exchanges)
         rows.append({
             "pp": str(dims.coordinates(role.rank)["pp"]),
@@ -416,16 +416,16 @@ def place_of(dims: ParallelDims, rank: int) -> str:
     return f"pp {dims.coordinates(rank)['pp']}"
 
 
-def alike(roles: list[RoleSummary], dims: ParallelDims) -> list[tuple[RoleSummary, str]]:
+def group_alike(roles: list[RoleSummary], dims: ParallelDims) -> list[tuple[RoleSummary, str]]:
     """Return [(a rank, all recorded ranks with an identical summary)], grouped within pipeline positions."""
-    found: dict[tuple, list[RoleSummary]] = {}
+    result: dict[tuple, list[RoleSummary]] = {}
     for role in roles:
         place = dims.coordinates(role.rank)["pp"]
         held = role.state, role.peak, role.host
         exchanges = tuple(sorted((one.group, one.verb, one.calls, one.nbytes) for one in role.exchanges))
         key = place, role.flops, role.launches, held, tuple(role.waits.items()), exchanges
-        found.setdefault(key, []).append(role)
-    return [(same[0], spans_in_words([role.rank for role in same])) for same in found.values()]
+        result.setdefault(key, []).append(role)
+    return [(same[0], spans_in_words([role.rank for role in same])) for same in result.values()]
 
 
 def spans_in_words(ranks: list[int]) -> str:

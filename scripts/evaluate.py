@@ -27,11 +27,11 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
+from checkpoint.state import TRAINED, WEIGHTS, run_on_first_rank
 from checkpoint.trained import TrainedModel, load_run
 from config import Config, ConfigError
 from config.command_line import CommandParser
-from config.reading.layout import AskedLayout
+from config.reading.layout import RequestedLayout
 from data.blend import parse_blend
 from data.loader import BatchLoader, check_path, open_loader
 from data.raw import is_raw_file
@@ -47,7 +47,7 @@ from runtime.failure import exit_process, fail_cleanly
 from runtime.tasks import EvaluationModel, run_tasks
 
 SECONDS_BETWEEN_LINES = 10.0  # interval of progress lines
-BATCHES_A_STAGE = 4  # in flight in a pipeline, so that it idles at most a fifth of the time
+BATCHES_PER_STAGE = 4  # in flight in a pipeline, so that it idles at most a fifth of the time
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -72,7 +72,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--limit", type=int, help="--tasks: examples of each task; none: all")
     add("--task-folder", help="--tasks: a folder with your own task files")
     add("--special", action="store_true",
-        help="--tasks: control tokens that texts spell are such, as in lm-eval, and not text")
+        help="--tasks: parse control tokens spelled in texts, as lm-eval does")
     add("--threads", type=int, metavar="N",
         help="CPU threads; none: OMP_NUM_THREADS, or as many as torch finds cores; under torchrun a "
              "share of the cores")
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
             args.tokenizer,
             args.eod,
             world=world,
-            layout=AskedLayout(args.tp, args.pp, job.ranks_on_node),
+            layout=RequestedLayout(args.tp, args.pp, job.ranks_on_node),
         )
         if args.tasks:
             evaluate_tasks(run, args, tasks)
@@ -134,11 +134,11 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
         )
         cfg = replace(cfg, data=named)
     elif not cfg.data.path and cfg.data.valid is None:
-        raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
+        raise ConfigError(f"--data: {args.run} was imported without data; give a prefix of "
                           ".bin/.idx")
     batch_size = args.micro_batch or run.cfg.train.micro_batch
     if run.mesh.world.size > 1:  # the first to open the data may write index files next to it
-        first_rank_does(lambda: open_validation(cfg, batch_size).close(), run.mesh.world, math.inf)
+        run_on_first_rank(lambda: open_validation(cfg, batch_size).close(), run.mesh.world, math.inf)
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
     if args.data and data.tokenizer is None and run.known_tokenizer and run.prompts.start:
@@ -155,7 +155,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace) -> None:
     num_tokens = num_bytes = 0
     full_batches = batches(data, 0, samples // batch_size)
     all_batches = itertools.chain(full_batches, remaining_samples(cfg, samples, batch_size))
-    at_once = 1 if run.mesh.pp.size == 1 else BATCHES_A_STAGE * run.mesh.pp.size
+    at_once = 1 if run.mesh.pp.size == 1 else BATCHES_PER_STAGE * run.mesh.pp.size
     while group := [batch.to(run.device) for batch in itertools.islice(all_batches, at_once)]:
         loss_sum = loss_sum + run.pipeline.evaluate(group).double()
         for batch in group:
@@ -268,7 +268,7 @@ def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, tasks: list[Scor
     names = [task for task in args.tasks if not is_path(task)]
     if names:
         model = evaluation_model(run, args)
-        with heard_from(run):
+        with mute_other_ranks(run):
             results |= run_tasks(names, model, shots=args.shots, limit=args.limit, folder=args.task_folder)
 
     if args.json:
@@ -308,7 +308,7 @@ def evaluation_model(run: TrainedModel, args: argparse.Namespace) -> EvaluationM
 
 
 @contextlib.contextmanager
-def heard_from(run: TrainedModel) -> Iterator[None]:
+def mute_other_ranks(run: TrainedModel) -> Iterator[None]:
     """Let only the first rank print lm-eval's progress; it runs on every rank."""
     if run.is_first_rank:
         yield

@@ -17,11 +17,11 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from checkpoint.state import TRAINED, WEIGHTS, first_rank_does
+from checkpoint.state import TRAINED, WEIGHTS, run_on_first_rank
 from checkpoint.trained import TrainedModel, load_run
 from config import ConfigError
 from config.command_line import CommandParser
-from config.reading.layout import AskedLayout
+from config.reading.layout import RequestedLayout
 from data.conversation import ASSISTANT, Message
 from data.prompts import SYSTEM, USER
 from data.tokenizer import continuation
@@ -33,7 +33,7 @@ from runtime.failure import exit_process, fail_cleanly
 FROM_TERMINAL = "-"
 NEW_TOKENS, NEW_TOKENS_OF_ANSWER = 100, 500
 OF_THE_FORMAT = ""  # an unknown part of a prompt that comes from its format, not its texts
-MOST_NAMED = 5  # unknown parts that are listed
+MAX_SHOWN_NAMES = 5  # unknown parts that are listed
 
 
 class Sample(NamedTuple):
@@ -56,7 +56,7 @@ def arguments() -> argparse.ArgumentParser:
         help="--tokenizer: the token that ends documents; none: what the tokenizer's files name")
     add("--prompt", help="start of the text; none, or empty: a new document")
     add("--special", action="store_true",
-        help="--prompt: control tokens that it spells, such as <|im_start|>, are such, and not text")
+        help="--prompt: parse control tokens that it spells, such as <|im_start|>")
     add("--chat", nargs="?", action="append", const=FROM_TERMINAL, metavar="MESSAGE",
         help="a message of the user, and its answer; several: one after the other; none, or -: from the "
              "terminal, a line each")
@@ -94,7 +94,7 @@ def check_together(args: argparse.Namespace) -> None:
     """Raise ConfigError for an option that has no effect with the others."""
     if args.chat:
         alone = {"prompt": args.prompt is not None, "special": args.special, "samples": args.samples > 1}
-        reason = "does not go with --chat, whose messages are text"
+        reason = "cannot be used with --chat, whose messages are text"
     else:
         alone = {"system": args.system is not None}
         reason = "is for --chat"
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
             tokenizer_spec=args.tokenizer,
             eod=args.eod,
             world=world,
-            layout=AskedLayout(args.tp, args.pp, job.ranks_on_node),
+            layout=RequestedLayout(args.tp, args.pp, job.ranks_on_node),
         )
         if args.chat:
             chat(run, args)
@@ -138,7 +138,7 @@ def continue_text(run: TrainedModel, args: argparse.Namespace) -> None:
         note(run, f"{spelled[0]} in --prompt is read as text; --special reads control tokens, --chat writes "
                   "them")
     elif run.is_chat and not args.special:
-        note(run, "this run was trained on conversations; --chat asks as they do")
+        note(run, "this run was trained on conversations; --chat prompts it in their format")
 
     for number in range(args.samples):
         sample = take_sample(run, prompt, args, stops=run.prompts.stops, seed=args.seed + number)
@@ -192,7 +192,7 @@ def questions(words: Iterable[str], run: TrainedModel) -> Iterator[str]:
             yield word
             continue
         while True:
-            line = first_rank_does(read_line, run.mesh.world, math.inf)
+            line = run_on_first_rank(read_line, run.mesh.world, math.inf)
             if not line:
                 break
             if line.strip():
@@ -277,7 +277,7 @@ def note_unknown(
     unknown = {part: None for text in texts for part in run.prompts.unknown_texts(text)}  # an ordered set
     new = [part for part in unknown or [OF_THE_FORMAT] if count and part not in noted]
     if new:
-        named = ", ".join(map(repr, filter(None, new[:MOST_NAMED])))
+        named = ", ".join(map(repr, filter(None, new[:MAX_SHOWN_NAMES])))
         note(run, f"{count:,} of the {len(prompt):,} tokens of {option} are unknown to the tokenizer "
                   f"{run.tokenizer.name}: the model does not see what they say{named and f' ({named})'}")
     return {*noted, *new}

@@ -74,13 +74,13 @@ def arguments() -> argparse.ArgumentParser:
         type=parse_span,
         required=True,
         metavar="N|MIN:MAX",
-        help="ranks of this node: one a GPU; MIN:MAX: as many as there are, and restarts",
+        help="ranks of this node: one per GPU; MIN:MAX: as many as there are, and restarts",
     )
     parser.add_argument(
         "--regrow",
         type=minutes,
         metavar="MINUTES",
-        help="with MIN:MAX: save and start with all ranks again, so long after a start with fewer",
+        help="with MIN:MAX: this long after a start with fewer ranks, save and start again with all",
     )
     parser.add_argument(
         "--spares",
@@ -88,10 +88,10 @@ def arguments() -> argparse.ArgumentParser:
         metavar="N",
         help="with MIN:MAX: processes that wait with their imports done; without it as many as ranks",
     )
-    parser.add_argument("--nnodes", type=positive, default=1, help="nodes of the job, all with --nproc ranks")
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
+    parser.add_argument("--nnodes", type=positive, default=1, help="number of nodes, each with --nproc ranks")
+    parser.add_argument("--node-rank", type=int, default=0, help="rank of this node, from 0")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where several nodes meet: on node 0")
-    parser.add_argument("words", nargs="*", help="after --: what follows `python train.py`")
+    parser.add_argument("words", nargs="*", help="after --: the arguments of train.py")
     return parser
 
 
@@ -102,7 +102,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         arguments().error(f"unrecognized arguments: {' '.join(foreign)}")
     if foreign:
         raise ConfigError(
-            f"{foreign[0]}: no option of the launcher; what is for train.py comes after --, as in "
+            f"{foreign[0]}: no option of the launcher; arguments of train.py come after --, as in "
             f"python -m scripts.launch --nproc 8 -- NAME {foreign[0]}"
         )
     return options

@@ -17,7 +17,7 @@ below a node, and 1, 2, 3, 4, 6, 8, 12 and so on whole nodes, up to --most-gpus;
 With --gpus and one of these limits, but without --tokens: the most tokens within the limit. The forecast
 itself must keep the limit, not the whole of its range.
 
-Several recipes, as llama3-8b,qwen3-4b, are compared by the tokens that a limit allows each on --gpus N.
+Several recipes, such as llama3-8b,qwen3-4b, are compared by the tokens that a limit allows each on --gpus N.
 
 With --what-if links=0.5, slow-rank=1.2 or jitter=0.05: the step of the best layout under this change, and
 whether another would be faster then.
@@ -48,7 +48,7 @@ from typing import NamedTuple
 
 from config import Config, ConfigError
 from config.command_line import CommandParser
-from config.reading import dotted_overrides, phases_of, resolve, stated_keys, unused
+from config.reading import dotted_overrides, get_phases, resolve, stated_keys, unused
 from config.terminal import hanging_lines, output_width, table_lines, wrapped
 from config.values import Values
 from plan import batch_file, elastic, run_limits, run_report
@@ -60,14 +60,14 @@ from plan.efficiency import CLASSES, StepRange
 from plan.gpu_choice import choose_gpus
 from plan.job import check_routing
 from plan.laws import CHINCHILLA, fit_law
-from plan.measured import CostRates, rates_of
+from plan.measured import CostRates, get_rates
 from plan.near_ties import NEAR, difference, near_groups
 from plan.points import check_enough, read_points
 from plan.run_report import RunQuestion
 from plan.search import (
     MARGIN,
     TRANSIENT_BYTES,
-    Found,
+    PricedLayout,
     SearchResult,
     Target,
     price,
@@ -111,7 +111,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-class AskedJob(NamedTuple):
+class RequestedJob(NamedTuple):
     """A job to plan.
 
     note: about its phase, or "". numbers: candidate numbers of GPUs, ascending.
@@ -141,8 +141,8 @@ def main(argv: list[str]) -> int:
     if args.sbatch:
         batch_file.node_shape(args.gpus[1] if args.gpus else hardware.node, hardware.node)
         batch_file.check_writable(args.sbatch)
-    jobs = asked_jobs(args, rest, hardware)
-    rates = rates_of(hardware, args.measured)
+    jobs = requested_jobs(args, rest, hardware)
+    rates = get_rates(hardware, args.measured)
     if len(jobs) > 1:
         return print_recipes(args, jobs, hardware, rates)
     (job,) = jobs
@@ -168,16 +168,16 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--gpus: {no_layout_text(job.cfg, target, job.fixed, result, job.name)}")
 
     # as JSON
-    reports = reports_of(result.found, args.top, gpus, hardware)
+    reports = make_reports(result.found, args.top, gpus, hardware)
     best = near_groups(result.found)[0][0]
     lines_of_run: dict[str, str] = {}
     if choice is not None:
         reports[0]["priced"] = choice.priced
         lines_of_run["gpus"] = choice.text
     if job.question is not None:
-        run = run_report.run_of(job.question, best.cfg, best.forecast.step, gpus, rates.range)
-        reports[0]["run"] = run_report.numbers_of(run, job.question, best.cfg, hardware)
-        lines_of_run |= run_report.lines_of(run, job.question, best.cfg, hardware)
+        run = run_report.forecast_run(job.question, best.cfg, best.forecast.step, gpus, rates.range)
+        reports[0]["run"] = run_report.get_numbers(run, job.question, best.cfg, hardware)
+        lines_of_run |= run_report.describe_lines(run, job.question, best.cfg, hardware)
     if what_ifs:
         reports[0]["what_if"] = [
             answer(what_if, job.cfg, target, job.fixed, best) | {"what": text, "assumed": assumed}
@@ -229,7 +229,8 @@ def print_reports(
         print("\n".join(labelled(what, text, width)))
 
 
-def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Cluster, rates: CostRates) -> int:
+def print_recipes(args: argparse.Namespace, jobs: list[RequestedJob], hardware: Cluster,
+                  rates: CostRates) -> int:
     """Print what the limit buys for each of several recipes, by loss if a law is given, else largest first.
     Returns 2 if none has a layout.
     """
@@ -242,11 +243,12 @@ def print_recipes(args: argparse.Namespace, jobs: list[AskedJob], hardware: Clus
         assert job.question is not None  # check_arguments
         best = near_groups(result.found)[0][0]
         try:
-            run = run_report.run_of(job.question, best.cfg, best.forecast.step, job.numbers[0], rates.range)
+            run = run_report.forecast_run(job.question, best.cfg, best.forecast.step, job.numbers[0],
+                                          rates.range)
         except ConfigError as error:
             to_stderr(f"{job.name}: {error}")
             continue
-        numbers = run_report.numbers_of(run, job.question, best.cfg, hardware)
+        numbers = run_report.get_numbers(run, job.question, best.cfg, hardware)
         size = parameters(best.cfg.model)["total"]
         reports.append({"name": job.name, "parameters": size} | report(best, job.numbers[0], hardware)
                        | {"run": numbers})
@@ -280,12 +282,13 @@ def recipe_row(numbers: dict) -> dict[str, str]:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise ConfigError if arguments are missing, contradict each other, or are out of range."""
-    is_open = run_report.is_asked(args) or args.most_gpus is not None
+    is_open = run_report.is_requested(args) or args.most_gpus is not None
     if not args.name or not args.cluster or (args.gpus is None and not is_open):
         raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
-                          "as llama3-8b --gpus 64 --cluster h100-ib")
-    run_report.check_asked(args)
-    if "," in args.name and (args.gpus is None or args.tokens is not None or not run_report.is_asked(args)):
+                          "such as llama3-8b --gpus 64 --cluster h100-ib")
+    run_report.check_requested(args)
+    if "," in args.name and (args.gpus is None or args.tokens is not None
+                             or not run_report.is_requested(args)):
         raise ConfigError(f"{args.name}: several recipes are compared by the tokens that --days D, or "
                           "--budget USD --price P, gives each on --gpus N; give these, and no --tokens")
     for option in ("sbatch", "what_if"):
@@ -301,14 +304,14 @@ def check_arguments(args: argparse.Namespace) -> None:
     if least < 1:
         raise ConfigError("--gpus: must be at least 1")
     if least > most:
-        raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
+        raise ConfigError(f"--gpus: MIN:MAX, such as {most}:{least}")
     for option in ("sbatch", "what_if", "measured"):
         if least < most and getattr(args, option):
             named = option.replace("_", "-")
-            raise ConfigError(f"--{named}: is of a job on one number of GPUs, as --gpus 64")
+            raise ConfigError(f"--{named}: is of a job on one number of GPUs, such as --gpus 64")
 
 
-def reports_of(found: list[Found], top: int, gpus: int, hardware: Cluster) -> list[dict]:
+def make_reports(found: list[PricedLayout], top: int, gpus: int, hardware: Cluster) -> list[dict]:
     """Return the reports of the layouts to show, in groups of near ties, with their differences from the
     first.
     """
@@ -340,7 +343,8 @@ def write_batch(args: argparse.Namespace, hardware: Cluster, best: dict, words: 
     return {"file": str(args.sbatch), **shape._asdict()}
 
 
-def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, object], best: Found) -> dict:
+def answer(question: WhatIf, cfg: Config, target: Target, fixed: dict[str, object],
+           best: PricedLayout) -> dict:
     """Return the step of the best layout under the question, and the best layout then, which is another one
     only if it is faster by more than the error of forecasts.
     """
@@ -403,7 +407,7 @@ def parse_span(text: str) -> tuple[int, int]:
     try:
         return int(least or most), int(most)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected N or MIN:MAX, as 64 or 4:8, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected N or MIN:MAX, such as 64 or 4:8, got {text!r}") from None
 
 
 def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
@@ -431,7 +435,7 @@ def elastic_report(cfg: Config, world: int, device: elastic.RankDevice) -> dict:
     return {
         "gpus": world,
         "layout": layout_text(layout.cfg, world),
-        "memory": elastic.held_by_fullest(layout.cfg, world, device),
+        "memory": elastic.memory_of_fullest_rank(layout.cfg, world, device),
         "given_memory": layout.too_large or None,
         "by_planner": layout.by_planner,
         "changed": layout.changed,
@@ -489,26 +493,26 @@ def check_plannable(cfg: Config, hardware: Cluster) -> None:
     check_routing(cfg)
 
 
-def asked_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> list[AskedJob]:
+def requested_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster) -> list[RequestedJob]:
     """Return the job of each recipe. Raises ConfigError if one cannot be planned."""
     numbers = numbers_to_try(args, hardware)
     law = fitted_law(Path(args.law)) if args.law else None
-    jobs: list[AskedJob] = []
+    jobs: list[RequestedJob] = []
     for name in args.name.split(","):
         whole = resolve(name, None, rest)
         unused.check_unused(whole, numbers[-1], but=SEARCHED)  # as in train.py
         cfg, note = phase_to_plan(whole)
         check_plannable(cfg, hardware)
         question = None
-        if run_report.is_asked(args):
-            question = run_report.question_of(args, cfg, hardware, law)
+        if run_report.is_requested(args):
+            question = run_report.make_question(args, cfg, hardware, law)
         fixed = fixed_values(cfg, stated_keys(None, rest))
-        jobs.append(AskedJob(name, cfg, note, numbers, fixed, question))
+        jobs.append(RequestedJob(name, cfg, note, numbers, fixed, question))
     return jobs
 
 
 def searcher(
-    job: AskedJob, hardware: Cluster, rates: CostRates, top: int
+    job: RequestedJob, hardware: Cluster, rates: CostRates, top: int
 ) -> Callable[[int], tuple[SearchResult, Target]]:
     """Return a cached search for the layouts of a job on a number of GPUs."""
 
@@ -524,7 +528,7 @@ def numbers_to_try(args: argparse.Namespace, hardware: Cluster) -> list[int]:
     """Return the candidate numbers of GPUs: that of --gpus, or those to choose from."""
     if args.gpus is not None:
         return [args.gpus[1]]
-    return run_limits.numbers_of_gpus(hardware.node, args.most_gpus or run_report.MOST_GPUS)
+    return run_limits.candidate_gpu_counts(hardware.node, args.most_gpus or run_report.MAX_GPUS)
 
 
 def to_stderr(text: str) -> None:
@@ -533,7 +537,7 @@ def to_stderr(text: str) -> None:
 
 def phase_to_plan(cfg: Config) -> tuple[Config, str]:
     """Return the config of the phase with the longest sequences, and a line about it, for train.phases."""
-    longest, phases = longest_phase(cfg), phases_of(cfg).all
+    longest, phases = longest_phase(cfg), get_phases(cfg).all
     if len(phases) == 1:
         return longest.cfg, ""
     return longest.cfg, (f"phase {longest.number} of {len(phases)}, which has the longest sequences "
@@ -542,7 +546,7 @@ def phase_to_plan(cfg: Config) -> tuple[Config, str]:
 
 # ---- the report ------------------------------------------------------------------------------------------
 
-def report(layout: Found, world: int, hardware: Cluster) -> dict:
+def report(layout: PricedLayout, world: int, hardware: Cluster) -> dict:
     """Return a layout in plain numbers: seconds, bytes, shares of the step, MFU of bf16 peak (fp8 too)."""
     forecast, train = layout.forecast, layout.cfg.train
     step = forecast.step
@@ -614,10 +618,11 @@ def range_text(step: float, known: StepRange) -> str:
             f"{high * step:.3f} s")
 
 
-def no_margin_text(best: Found) -> str:
+def no_margin_text(best: PricedLayout) -> str:
     """Return a warning that the best layout fits, but by less than the planner's own error."""
     return (f"no layout leaves {MARGIN:.0%} of its tensors free ({best.held.margin / GIB:.1f} GiB), by which "
-            "the count of activations can be short; set what holds less, or try this one with a dry run")
+            "the count of activations can be short; choose settings that hold less, or try this one with "
+            "a dry run")
 
 
 def memory_lines(numbers: dict) -> list[str]:
@@ -627,7 +632,7 @@ def memory_lines(numbers: dict) -> list[str]:
         "activations": numbers["activations"],
         "communicators of NCCL": numbers["communicators"],
         "CUDA and its libraries": numbers["reserved"],
-        "tensors of the moment": TRANSIENT_BYTES,
+        "temporary tensors": TRANSIENT_BYTES,
     }
     lines: list[str] = []
     for what, nbytes in parts.items():

@@ -65,7 +65,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--date", metavar="YYYY-MM-DD",
         help="with --chat: today's date for templates that write it (default: theirs, or " + FIXED_DATE + ")")
     add("--seq-len", type=int, metavar="N",
-        help="with --chat: train.seq_len, which conversations are to fit (default: it is not looked at)")
+        help="with --chat: train.seq_len, which conversations are to fit (default: no limit)")
     add("--long", choices=prepare.LONG,
         help="with --seq-len: longer conversations are bad records (default), cut before a user's message "
              "where they can be, or cut anywhere in training")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint.systems.foreign_systems import seal_of
+from checkpoint.systems.foreign_systems import compute_seal
 from config import CheckpointConfig, ConfigError, Tree, code_hash, provenance
 from config.command_line import CommandParser
 from config.exit_codes import FINISHED, STOPPED_EARLY
@@ -58,11 +58,11 @@ def main(argv: list[str]) -> int:
     if out.exists():
         raise ConfigError(f"--out: {out} exists; give a folder that does not, or remove it "
                           f"(git worktree remove --force {shlex.quote(str(out / 'code'))})")
-    check_one_story(args.run, records)
+    check_single_history(args.run, records)
     patch = provenance.read_patch(run, record["code"])
     check_commit(args.run, record)
     notes = check_inputs(records)
-    notes += strange_surroundings(record)
+    notes += environment_differences(record)
     if not Path(record["folder"]).is_dir():
         raise ConfigError(f"{record['folder']}: the run was started there, and it is gone; make that folder")
 
@@ -95,7 +95,7 @@ def read_run(run: Path) -> list[Tree]:
     return records
 
 
-def check_one_story(run: Path, records: list[Tree]) -> None:
+def check_single_history(run: Path, records: list[Tree]) -> None:
     """Raise ConfigError if a later start used other code, settings or ranks than the first."""
     first = records[0]
     for index, record in enumerate(records[1:], 1):
@@ -148,14 +148,14 @@ def check_inputs(records: list[Tree]) -> list[str]:
         if key == "data":
             continue
         is_foreign = "config_sha256" in weights  # from another system
-        now = (seal_of if is_foreign else seal_of_run)(Path(weights["path"]))
+        now = (compute_seal if is_foreign else run_seal)(Path(weights["path"]))
         if now is None or now != weights["config_sha256" if is_foreign else "index_sha256"]:
             what = "is gone" if now is None else "is another checkpoint now"
             raise ConfigError(f"{key}: {weights['path']} {what}; restore the one with which the run began")
     return notes
 
 
-def seal_of_run(path: Path) -> str | None:
+def run_seal(path: Path) -> str | None:
     """Return the sha256 of a checkpoint's index, None if it is gone."""
     sealed = path / "index.sha256"
     return sealed.read_text().split()[0] if sealed.is_file() else None
@@ -178,7 +178,7 @@ def check_data(path: str, item: Tree) -> None:
                               f"{item[key][:DIGITS]}); {advice}")
 
 
-def strange_surroundings(record: Tree) -> list[str]:
+def environment_differences(record: Tree) -> list[str]:
     """Return notes on differences that may change the bits."""
     found = provenance.other_versions(record["versions"], provenance.versions())
     processor = provenance.processor()

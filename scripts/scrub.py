@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from checkpoint.disk import store
-from checkpoint.disk.files import IntegrityError, forget_cached
+from checkpoint.disk.files import IntegrityError, drop_page_cache
 from checkpoint.disk.folder import NewerFormat
 from checkpoint.remote import refuse_url
 from config import ConfigError
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     places = arguments().parse_args(argv).places
     paths: list[Path] = []
     for place in places:
-        paths += checkpoints_of(place)
+        paths += list_checkpoints(place)
 
     counts = {state: 0 for state in EXIT_CODES}
     for path in paths:
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     return next((code for state, code in EXIT_CODES.items() if counts[state]), 0)
 
 
-def checkpoints_of(place: str) -> list[Path]:
+def list_checkpoints(place: str) -> list[Path]:
     """Return the checkpoints of a run, a folder of checkpoints, or a single checkpoint; oldest first.
 
     Raises ConfigError if there are none.
@@ -76,7 +76,7 @@ def scrub(path: Path) -> tuple[str, str]:
     try:
         files = [file for file in path.iterdir() if file.is_file() and not file.is_symlink()]
         for file in files:
-            forget_cached(file)
+            drop_page_cache(file)
         index = store.verify(path)
         if index.step != store.step_of(path):
             raise IntegrityError(f"{path}: holds step {index.step}")

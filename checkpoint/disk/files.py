@@ -60,7 +60,7 @@ DIGESTS: dict[str, Callable[[], Any]] = {"sha256": hashlib.sha256}
 if xxhash is not None:
     DIGESTS["xxh3_128"] = xxhash.xxh3_128
 WRITTEN_DIGEST = [*DIGESTS][-1]
-LEAST_NON_FINITE: dict[torch.dtype, tuple[Any, int]] = {  # dtype: (integer type, its first non-finite value)
+MIN_NON_FINITE: dict[torch.dtype, tuple[Any, int]] = {  # dtype: (integer type, its first non-finite value)
     torch.float64: (np.uint64, 0x7FF0_0000_0000_0000),
     torch.float32: (np.uint32, 0x7F80_0000),
     torch.float16: (np.uint16, 0x7C00),
@@ -179,9 +179,9 @@ def is_finite(values: np.ndarray, dtype: torch.dtype) -> bool:
     number, if there are any. Two passes without temporaries, in one thread, so that no core is taken from
     training.
     """
-    if dtype not in LEAST_NON_FINITE or not values.size:
+    if dtype not in MIN_NON_FINITE or not values.size:
         return True
-    unsigned, least = LEAST_NON_FINITE[dtype]
+    unsigned, least = MIN_NON_FINITE[dtype]
     bits = values.view(unsigned)
     sign_bit = (np.iinfo(unsigned).max >> 1) + 1
     largest_positive = bits.view(SIGNED[unsigned]).max()
@@ -291,7 +291,7 @@ def chunks_of(data: np.ndarray) -> Iterator[np.ndarray]:
         yield data[start:start + CHUNK]
 
 
-def reads_as(fd: int, start: int, data: np.ndarray) -> bool:
+def matches_bytes(fd: int, start: int, data: np.ndarray) -> bool:
     """Return whether the file has these bytes at `start`."""
     buffer = np.empty(min(CHUNK, len(data)), dtype=np.uint8)
     for chunk in chunks_of(data):
@@ -321,7 +321,7 @@ def open_shard(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def forget_cached(path: Path) -> bool:
+def drop_page_cache(path: Path) -> bool:
     """Drop a file from the page cache, so that the next read hits the disk. Returns False if unsupported.
 
     Unflushed bytes stay in memory.
@@ -394,7 +394,7 @@ def read_hashed(fd: int, start: int, target: np.ndarray, expected: str) -> bool:
     return checksum_text(name, digest) == expected
 
 
-def range_is(fd: int, start: int, size: int, expected: str) -> bool:
+def matches_checksum(fd: int, start: int, size: int, expected: str) -> bool:
     """Return whether bytes [start, start + size) of the file match the checksum. Raises ConfigError like
     read_hashed."""
     name, digest = digest_for(expected)
@@ -415,7 +415,7 @@ def digest_for(checksum: str) -> tuple[str, Any]:
     name = checksum.partition(":")[0]
     if name not in DIGESTS:
         raise ConfigError(
-            f"a checkpoint has checksums named {name[:20]!r}, which this environment cannot make; "
+            f"a checkpoint has checksums named {name[:20]!r}, which this environment cannot compute; "
             "pip install xxhash"
         )
     return name, DIGESTS[name]()

@@ -36,8 +36,8 @@ from checkpoint.disk.files import (
     FileEntry,
     IntegrityError,
     TensorTable,
+    matches_checksum,
     open_shard,
-    range_is,
     read_file,
     read_hashed,
     read_header,
@@ -173,7 +173,7 @@ def check_types(numbers: tuple[Any, ...], texts: tuple[Any, ...]) -> None:
             raise ValueError(f"not a piece: {texts[0]!r} with the number {number!r}")
     for text in texts:
         if type(text) is not str:
-            raise ValueError(f"not a piece: {text!r} where a text is wanted")
+            raise ValueError(f"not a piece: {text!r} where text is expected")
 
 
 def check_inside(box: Box) -> None:
@@ -335,7 +335,7 @@ def verify(path: Path | str) -> StoredIndex:
 
 def damaged_shards(path: Path, index: StoredIndex, names: Iterable[str] | None = None) -> dict[str, str]:
     """Return {shard: problem} for a folder with this index. Checks only `names`, if given."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in index.files if names is None else names:
         if name == META:
             continue
@@ -343,8 +343,8 @@ def damaged_shards(path: Path, index: StoredIndex, names: Iterable[str] | None =
         try:
             check_pieces(path, index.shards(), inside, [name])
         except IntegrityError as error:
-            found[name] = str(error)
-    return found
+            result[name] = str(error)
+    return result
 
 
 def check_pieces(
@@ -361,12 +361,12 @@ def check_pieces(
     `data` is {save_id, files} of the index. `kept` receives the bytes [num_bytes] of the first pieces, up to
     `room` bytes in total. Returns {piece: byte offset in its file}. Raises IntegrityError.
     """
-    pieces_of: dict[str, list[StoredPiece]] = defaultdict(list, {name: [] for name in shards})
+    split_into_pieces: dict[str, list[StoredPiece]] = defaultdict(list, {name: [] for name in shards})
     for piece in pieces:
-        pieces_of[piece.file].append(piece)
+        split_into_pieces[piece.file].append(piece)
 
     offsets: dict[StoredPiece, int] = {}
-    for name, inside in pieces_of.items():
+    for name, inside in split_into_pieces.items():
         offsets |= check_header(path / name, data["files"][name], data["save_id"], inside)
 
     # headers match the index and the file sizes, so allocating is safe now
@@ -405,7 +405,7 @@ def check_header(
     wanted = entry.get("save_id", save_id)
     if found != wanted:
         raise IntegrityError(
-            f"{path}: save id mismatch: {found}, index.json has {wanted}; it is of another save"
+            f"{path}: save id mismatch: {found}, index.json has {wanted}; it belongs to another save"
         )
     if size != entry["bytes"]:
         raise IntegrityError(wrong_size)
@@ -452,6 +452,6 @@ def check_bytes(
         if piece in kept:
             is_sound = read_hashed(fd, offset, kept[piece].numpy(), piece.checksum)
         else:
-            is_sound = range_is(fd, offset, piece.num_bytes, piece.checksum)
+            is_sound = matches_checksum(fd, offset, piece.num_bytes, piece.checksum)
         if not is_sound:
             raise IntegrityError(f"{file}: {piece.name} does not match its checksum in index.json")

@@ -60,7 +60,7 @@ class Lease:
         Raises ConfigError naming the holder, or StorageError if the disk fails.
         """
         before = read(self.path)
-        is_decided = flock_works and before.get("kernel") == kernel_of(self.folder)
+        is_decided = flock_works and before.get("kernel") == get_kernel_id(self.folder)
         if before and not is_decided:
             self.wait_until_expired(before)
         # including a file that a holder hanging in write() would later rename over this lease
@@ -84,8 +84,8 @@ class Lease:
                 before = before if UNREADABLE in now else now
             elif now != before:
                 raise ConfigError(
-                    f"{self.folder}: in use by {holder_of(now)}; wait for it, stop it, or choose another "
-                    "log.name"
+                    f"{self.folder}: in use by {describe_holder(now)}; wait for it, stop it, or choose "
+                    "another log.name"
                 )
 
     def write(self) -> None:
@@ -93,7 +93,7 @@ class Lease:
         self.number += 1
         text = json.dumps({
             "id": self.id,
-            "kernel": kernel_of(self.folder),
+            "kernel": get_kernel_id(self.folder),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "number": self.number,
@@ -130,7 +130,7 @@ class Lease:
     def is_taken_over(self) -> bool:
         now = read(self.path)
         if now and UNREADABLE not in now and now.get("id") != self.id:
-            self.successor = holder_of(now)
+            self.successor = describe_holder(now)
         return bool(self.successor)
 
     def check(self) -> None:
@@ -140,8 +140,9 @@ class Lease:
             self.is_taken_over()
         if self.successor:
             raise ConfigError(
-                f"{self.folder}: taken over by {self.successor}, which saw no sign of life of this run for "
-                f"{self.expires_s:g} s, or began with it; this one ends here, and what it saved is kept"
+                f"{self.folder}: taken over by {self.successor}, which had no heartbeat from this run for "
+                f"{self.expires_s:g} s, or started at the same time; this run ends here, and its checkpoints "
+                "are kept"
             )
 
     def release(self) -> None:
@@ -170,7 +171,7 @@ class LeaseCheck(Extra):
 def is_of_another(folder: Path, flock_works: bool) -> bool:
     """Return whether another host, or without flock any process, may hold a lease."""
     found = read(folder / NAME)
-    is_decided = flock_works and found.get("kernel") == kernel_of(folder)
+    is_decided = flock_works and found.get("kernel") == get_kernel_id(folder)
     return bool(found) and not is_decided
 
 
@@ -186,11 +187,11 @@ def read(path: Path) -> dict[str, object]:
     return found if isinstance(found, dict) and found.get("id") else {UNREADABLE: "no lease"}
 
 
-def holder_of(found: dict[str, object]) -> str:
+def describe_holder(found: dict[str, object]) -> str:
     return f"{found.get('host')} pid {found.get('pid')}"
 
 
-def kernel_of(folder: Path) -> str:
+def get_kernel_id(folder: Path) -> str:
     """Return an id shared by all processes among which flock decides: those under one kernel and one mount.
 
     Processes in containers share it. If the kernel's boot id is unknown, the host name replaces it.

@@ -27,12 +27,12 @@ from checkpoint.disk.files import (
     TensorTable,
     checksum_text,
     chunks_of,
-    forget_cached,
+    drop_page_cache,
+    matches_bytes,
     num_bytes,
     open_shard,
     raw_bytes,
     read_header,
-    reads_as,
     remove,
     shard_header,
 )
@@ -69,7 +69,7 @@ def may_be_same(source: Path, named: Named) -> bool:
             return False
         name, tensor = min(named, key=lambda item: num_bytes(item[1]))
         probed = tensor.detach().reshape(-1)[:PROBED]
-        return reads_as(fd, start_of(name, header, table), raw_bytes(probed))
+        return matches_bytes(fd, start_of(name, header, table), raw_bytes(probed))
 
 
 def compare(path: Path, named: Named) -> tuple[FileEntry, list[str]]:
@@ -78,7 +78,7 @@ def compare(path: Path, named: Named) -> tuple[FileEntry, list[str]]:
 
     Reads from the disk, bypassing the page cache where the system allows it.
     """
-    forget_cached(path)
+    drop_page_cache(path)
     checksums: list[str] = []
     with open_shard(path) as fd:
         header, table = same_header(fd, path, named)
@@ -86,7 +86,7 @@ def compare(path: Path, named: Named) -> tuple[FileEntry, list[str]]:
             checksums.append(same_checksum(fd, start_of(name, header, table), raw_bytes(tensor), path))
         size = os.fstat(fd).st_size
     checksum = hashlib.sha256(header).hexdigest()
-    return {"bytes": size, "header": checksum, "save_id": save_id_of(table)}, checksums
+    return {"bytes": size, "header": checksum, "save_id": get_save_id(table)}, checksums
 
 
 def same_header(fd: int, path: Path, named: Named) -> tuple[bytes, TensorTable]:
@@ -95,9 +95,9 @@ def same_header(fd: int, path: Path, named: Named) -> tuple[bytes, TensorTable]:
     Raises IntegrityError if it does not.
     """
     header, table = read_header(fd, path)
-    expected, data_bytes = shard_header(named, save_id_of(table))
+    expected, data_bytes = shard_header(named, get_save_id(table))
     if header != expected or os.fstat(fd).st_size != len(header) + data_bytes:
-        raise IntegrityError(f"{path}: other tensors than in memory")
+        raise IntegrityError(f"{path}: different tensors than in memory")
     return header, table
 
 
@@ -105,14 +105,14 @@ def same_checksum(fd: int, start: int, data: np.ndarray, path: Path) -> str:
     """Return the checksum of `data`. Raises IntegrityError unless the file has these bytes at `start`."""
     digest = DIGESTS[WRITTEN_DIGEST]()
     for chunk in chunks_of(data):
-        if not reads_as(fd, start, chunk):
-            raise IntegrityError(f"{path}: other bytes than in memory")
+        if not matches_bytes(fd, start, chunk):
+            raise IntegrityError(f"{path}: different bytes than in memory")
         digest.update(chunk.data)
         start += len(chunk)
     return checksum_text(WRITTEN_DIGEST, digest)
 
 
-def save_id_of(table: TensorTable) -> str:
+def get_save_id(table: TensorTable) -> str:
     """Return the id of the save that wrote a shard."""
     return str(table.get("__metadata__", {}).get("save_id"))
 

@@ -51,7 +51,7 @@ def run_lock(folder: Path | str) -> Iterator[Lease]:
         finally:
             lease.release()
     except ConfigError:
-        remove_vain(path, made)
+        remove_created(path, made)
         raise
     finally:
         os.close(fd)  # releases the lock; the file stays
@@ -60,7 +60,7 @@ def run_lock(folder: Path | str) -> Iterator[Lease]:
 def open_locked(path: Path) -> int:
     """Create, open and lock the file. Raises the same errors as run_lock."""
     while True:
-        with storage_errors(path, 0), refused_places(path.parent):
+        with storage_errors(path, 0), unwritable_folder_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + LOCK_TIMEOUT_S
@@ -80,7 +80,7 @@ def open_locked(path: Path) -> int:
         os.close(fd)  # removed by a refused launch that held the lock
 
 
-def remove_vain(path: Path, made: list[Path]) -> None:
+def remove_created(path: Path, made: list[Path]) -> None:
     """Remove the lock file of a refused launch and the folders that it created, innermost first, unless
     something else is in them. The caller holds the lock."""
     with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def remove_vain(path: Path, made: list[Path]) -> None:
 
 
 @contextlib.contextmanager
-def refused_places(folder: Path | str) -> Iterator[None]:
+def unwritable_folder_errors(folder: Path | str) -> Iterator[None]:
     """Convert an OSError for a path that is not writable into a ConfigError."""
     try:
         yield

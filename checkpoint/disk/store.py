@@ -53,11 +53,11 @@ from checkpoint.disk.files import (
     StorageError,
     available_bytes,
     flush,
+    matches_bytes,
     num_bytes,
     open_shard,
     raw_bytes,
     read_hashed,
-    reads_as,
     remove,
     run_in_threads,
     storage_errors,
@@ -115,8 +115,8 @@ FAULT_POINTS = (
     "ckpt.mid_purge",
 )
 SHARD_BYTES = 1 << 30  # pieces share a file up to this size; a larger piece gets a separate file
-LEAST_SHARD_BYTES = 64 << 20  # files are not split below this size for the sake of threads
-FILES_A_THREAD = 4
+MIN_SHARD_BYTES = 64 << 20  # files are not split below this size for the sake of threads
+FILES_PER_THREAD = 4
 PIECE_BYTES = 256 << 20  # larger tensors are stored in several pieces, if they have rows
 KEPT_SHARE = 0.5  # of a machine's free memory, for verified bytes while loading
 MAX_NAMED = 8  # differences between a checkpoint and a run named in an error; the rest are only counted
@@ -191,7 +191,7 @@ def decompress(packed: bytes, max_bytes: int) -> bytes:
         data = reader.decompress(packed, max(max_bytes, 1))  # 0 would mean unlimited
         is_whole = reader.eof or (not reader.decompress(reader.unconsumed_tail, 1) and reader.eof)
     except zlib.error as error:
-        raise messages.MessageError(f"{len(packed):,} bytes are no packed data: {error}") from None
+        raise messages.MessageError(f"{len(packed):,} bytes are not packed data: {error}") from None
     if not is_whole:
         raise messages.MessageError(
             f"{len(packed):,} bytes unpack to more than {max_bytes:,} bytes, or are cut off"
@@ -236,8 +236,8 @@ def save(
     final = checkpoint_folder(root, step)
 
     # check everything that can be checked before writing a byte
-    checked = ranks.gather_first(ranks.all_do(lambda: check_tensors(pieces), timeout_s))
-    save_id, total_bytes, earlier = ranks.first_does(
+    checked = ranks.gather_first(ranks.run_on_all(lambda: check_tensors(pieces), timeout_s))
+    save_id, total_bytes, earlier = ranks.run_on_first(
         lambda: begin_save(final, checked, meta, mark, keep), timeout_s
     )
 
@@ -253,21 +253,21 @@ def save(
             read=read,
         )
         try:
-            own = ranks.all_do(lambda: write_pieces(pending, pieces, ranks, threads), timeout_s)
+            own = ranks.run_on_all(lambda: write_pieces(pending, pieces, ranks, threads), timeout_s)
             shards = ranks.gather_first(own)
-            linked_bytes = ranks.first_does(lambda: commit(pending, shards, meta), timeout_s)
+            linked_bytes = ranks.run_on_first(lambda: commit(pending, shards, meta), timeout_s)
         except BaseException as error:
             # After a timeout or an interrupt a rank may still be at work, and rename what is left of the
             # folder to its final name, so the next launch removes it.
             have_ended = isinstance(error, Exception) and not isinstance(error, PeerError)
             if ranks.rank == 0 and (have_ended or ranks.size == 1):
                 remove(pending.temp)
-                remove_vain_marks(root)
+                remove_orphan_markers(root)
             raise
         if linked is not None:
             linked.append(linked_bytes)
 
-    ranks.first_does(lambda: publish(final, step, keep, fault_point), timeout_s)
+    ranks.run_on_first(lambda: publish(final, step, keep, fault_point), timeout_s)
     return final
 
 
@@ -305,16 +305,16 @@ def begin_save(
         sync_dir(final.parent.parent)  # otherwise a power cut could lose the whole folder of checkpoints
         remove_leftovers(final.parent)
         save_id = None
-        if not verifies(final):  # a bad folder stays until the new one takes its name
+        if not is_valid_checkpoint(final):  # a bad folder stays until the new one takes its name
             check_free_space(final, total_bytes)
             save_id = uuid.uuid4().hex
-        if mark and not mark_of(final).exists():
+        if mark and not marker_path(final).exists():
             write_mark(final, mark)
         earlier = folder_to_link(final, keep) if save_id is not None else None
     return save_id, total_bytes, earlier
 
 
-def verifies(path: Path) -> bool:
+def is_valid_checkpoint(path: Path) -> bool:
     """Return whether every byte of the folder verifies; False if it does not exist. Raises NewerFormat."""
     try:
         verify(path)
@@ -327,7 +327,7 @@ def write_mark(checkpoint: Path, mark: str) -> None:
     """Make a checkpoint permanent. The mark appears atomically: an empty one would look like a person's."""
     temp = checkpoint.with_name(f"{checkpoint.name}.tmp-{uuid.uuid4().hex}")
     write_file(temp, f"{mark}\n".encode())
-    os.replace(temp, mark_of(checkpoint))
+    os.replace(temp, marker_path(checkpoint))
     sync_dir(checkpoint.parent)
 
 
@@ -338,7 +338,7 @@ def folder_to_link(final: Path, keep: int) -> Path | None:
     remain after the save, nor for a permanent checkpoint, which may have to outlast all others.
     """
     earlier = earlier_checkpoints(final.parent, step_of(final))
-    if not earlier or mark_of(final).exists():
+    if not earlier or marker_path(final).exists():
         return None
     purged = too_old(earlier, keep)
     num_left = len(earlier) - len(purged)
@@ -351,7 +351,7 @@ def check_free_space(final: Path, total_bytes: int) -> None:
     wanted = total_bytes * FREE_SPACE_MARGIN
     if free < wanted:
         why = (f"{free:,} bytes are free, {int(wanted):,} wanted ({FREE_SPACE_MARGIN} times its tensors); "
-               "make room, or lower checkpoint.keep")
+               "free space, or lower checkpoint.keep")
         raise StorageError(final, total_bytes, why)
 
 
@@ -441,7 +441,7 @@ def compare_shards(
             return
         with open_shard(path) as fd:
             for piece, of_rank in zip(shard.pieces, groups[shard.file]):
-                if not reads_as(fd, offsets[piece], raw_bytes(pending.read(of_rank))):
+                if not matches_bytes(fd, offsets[piece], raw_bytes(pending.read(of_rank))):
                     raise IntegrityError(f"{path}: {piece.name} is not what was written")
 
     run_in_threads(compare, written, threads)
@@ -467,8 +467,8 @@ def assign_shard_files(pieces: Iterable[Piece], threads: int) -> Iterator[list[P
     """
     pieces = list(pieces)
     total_bytes = sum(num_bytes(tensor) for _, tensor in pieces)
-    share = total_bytes // (FILES_A_THREAD * threads)
-    file_bytes = min(SHARD_BYTES, max(share, LEAST_SHARD_BYTES))
+    share = total_bytes // (FILES_PER_THREAD * threads)
+    file_bytes = min(SHARD_BYTES, max(share, MIN_SHARD_BYTES))
 
     group: list[Piece] = []
     group_bytes = 0
@@ -600,7 +600,7 @@ def earlier_checkpoints(root: Path, step: int) -> list[Path]:
 
 def too_old(earlier: list[Path], keep: int) -> list[Path]:
     """Return the earlier checkpoints to purge: beyond `keep`, and not permanent."""
-    return [path for path in earlier[max(keep, 1) - 1:] if not mark_of(path).exists()]
+    return [path for path in earlier[max(keep, 1) - 1:] if not marker_path(path).exists()]
 
 
 def drop_after(root: Path, step: int) -> None:
@@ -613,13 +613,13 @@ def drop_after(root: Path, step: int) -> None:
         if other_step <= step:
             continue
         with storage_errors(root, 0), folder_lock(path, fcntl.LOCK_EX):
-            mark_of(path).unlink(missing_ok=True)  # first: a kill must not leave it to the next save
+            marker_path(path).unlink(missing_ok=True)  # first: a kill must not leave it to the next save
             move_to_trash(path)
     write_latest(checkpoint_folder(root, step), no_fault)
     remove_leftovers(root)
 
 
-def mark_of(checkpoint: Path) -> Path:
+def marker_path(checkpoint: Path) -> Path:
     """Return the file next to a checkpoint that makes it permanent."""
     return checkpoint.with_name(f"{checkpoint.name}.keep")
 
@@ -629,7 +629,7 @@ def seconds_since_mark(root: Path, mark: str) -> float:
     times = [0.0]
     for _, path in committed_checkpoints(root):
         try:
-            if mark_of(path).read_text().strip() == mark:
+            if marker_path(path).read_text().strip() == mark:
                 times.append(path.stat().st_mtime)
         except OSError:  # not permanent, or purged in the meantime
             continue
@@ -663,12 +663,12 @@ def committed_checkpoints(root: Path | str) -> list[tuple[int, Path]]:
 
     Does not verify them.
     """
-    found: list[tuple[int, Path]] = []
+    results: list[tuple[int, Path]] = []
     for path in Path(root).glob("step_*"):
         match = STEP.fullmatch(path.name)
         if match and path.is_dir():
-            found.append((int(match[1]), path))
-    return sorted(found, reverse=True)
+            results.append((int(match[1]), path))
+    return sorted(results, reverse=True)
 
 
 def newest_checkpoint(
@@ -742,10 +742,10 @@ def remove_leftovers(root: Path | str) -> None:
     for path in Path(root).glob("*"):
         if LEFTOVER.fullmatch(path.name):
             remove(path)
-    remove_vain_marks(Path(root))
+    remove_orphan_markers(Path(root))
 
 
-def remove_vain_marks(root: Path) -> None:
+def remove_orphan_markers(root: Path) -> None:
     """Remove marks left by failed saves, i.e. of steps after the newest checkpoint. Never raises.
 
     A later save of that step may not be meant to be permanent. An empty mark, made by a person, stays; so
@@ -875,7 +875,7 @@ def check_fits(
         pieces = stored.get(box.key, [])
         if tuple(tensor.shape) != tuple(box.size):
             raise ValueError(f"{box}: its tensor has shape {tuple(tensor.shape)}")
-        difference = difference_of(box, tensor, pieces, allow_cast)
+        difference = describe_mismatch(box, tensor, pieces, allow_cast)
         if difference is not None:
             wrong.append(difference)
             continue
@@ -892,7 +892,8 @@ def check_fits(
         raise ConfigError(f"{path}: does not fit this run, nothing was loaded: {named}{more}")
 
 
-def difference_of(box: Box, tensor: torch.Tensor, pieces: list[StoredPiece], allow_cast: bool) -> str | None:
+def describe_mismatch(box: Box, tensor: torch.Tensor, pieces: list[StoredPiece],
+                      allow_cast: bool) -> str | None:
     """Describe how the stored pieces of a key differ from what is wanted, or return None."""
     if not pieces:
         return f"{box.key} is missing"
@@ -929,7 +930,7 @@ def copy_from_file(
         for piece in pieces:
             data = np.empty(piece.num_bytes, dtype=np.uint8)
             if not read_hashed(fd, offsets[piece], data, piece.checksum):
-                raise IntegrityError(f"{path}: {piece.name} does not match its checksum, and did before")
+                raise IntegrityError(f"{path}: {piece.name} no longer matches its checksum")
             copy_piece(piece, torch.from_numpy(data), reads)
 
 

@@ -63,10 +63,10 @@ class NamedTensors:
         Raises ConfigError naming the file that cannot be read, or ValueError for a box that is not inside.
         """
         shape = self.tensors[name].shape
-        return self.read_box(Box.whole(name, shape) if box is None else box_of(name, shape, box))
+        return self.read_box(Box.whole(name, shape) if box is None else box_from_slices(name, shape, box))
 
 
-def box_of(name: str, shape: tuple[int, ...], slices: Slices) -> Box:
+def box_from_slices(name: str, shape: tuple[int, ...], slices: Slices) -> Box:
     """Return the box that slices cover. Raises ValueError unless they lie inside the tensor, without
     steps."""
     if len(slices) != len(shape):

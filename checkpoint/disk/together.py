@@ -54,15 +54,15 @@ class Ranks:
     gather_first: Gather = gather_alone
     broadcast: Broadcast = broadcast_alone
 
-    def all_do(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
+    def run_on_all(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
         """Call agree_on_outcome among these ranks."""
         return agree_on_outcome(self.gather, work, timeout_s if self.size > 1 else None)
 
-    def first_does(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
+    def run_on_first(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
         """Run work() on the first rank and return its result, or raise its error, on every rank.
         Collective."""
         own_part: Callable[[], Any] = work if self.rank == 0 else do_nothing
-        return self.broadcast(self.all_do(own_part, timeout_s))
+        return self.broadcast(self.run_on_all(own_part, timeout_s))
 
 
 def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
@@ -76,7 +76,7 @@ def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: floa
     alike. Raises PeerError (exit code 76) on all ranks if a rank is not done after `timeout_s`.
     """
     if timeout_s is None:
-        result, own_error = outcome_of(work)
+        result, own_error = capture_outcome(work)
     else:
         result, own_error = while_others_wait(gather, work, timeout_s)
     errors = gather(own_error)
@@ -87,7 +87,7 @@ def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: floa
     return cast(Result, result)
 
 
-def outcome_of(work: Callable[[], object]) -> Outcome:
+def capture_outcome(work: Callable[[], object]) -> Outcome:
     """Call work() and return (its result, None) or (None, its error)."""
     try:
         return work(), None
@@ -96,12 +96,12 @@ def outcome_of(work: Callable[[], object]) -> Outcome:
 
 
 def while_others_wait(gather: Gather, work: Callable[[], object], timeout_s: float) -> Outcome:
-    """Return outcome_of(work) once the work of every rank is done.
+    """Return capture_outcome(work) once the work of every rank is done.
 
     Collective. Raises PeerError after `timeout_s`.
     """
     outcome: list[Outcome] = []  # filled by the thread
-    thread = threading.Thread(target=lambda: outcome.append(outcome_of(work)), name="part", daemon=True)
+    thread = threading.Thread(target=lambda: outcome.append(capture_outcome(work)), name="part", daemon=True)
     begun = time.monotonic()
     thread.start()
 
@@ -123,4 +123,4 @@ def late_message(late: list[int], timeout_s: float) -> str:
     names = ", ".join(f"rank {rank}" for rank in late[:MAX_NAMED_RANKS])
     if len(late) > MAX_NAMED_RANKS:
         names += ", ..."
-    return f"{names} not done with reading or writing after {timeout_s:g} s (checkpoint.timeout_s)"
+    return f"{names} did not finish reading or writing within {timeout_s:g} s (checkpoint.timeout_s)"

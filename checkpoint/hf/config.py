@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from checkpoint.hf.families.family import changes_nothing
-from checkpoint.hf.families.table import FAMILIES, LACKING, WRAPPERS
-from checkpoint.hf.rules import UnlikeFamily
+from checkpoint.hf.families.table import FAMILIES, UNSUPPORTED, WRAPPERS
+from checkpoint.hf.rules import FamilyError
 from config import ConfigError, ModelConfig, Tree
 from config.reading import build_tree
 from config.reading.function import written
 from config.tree import value_at
 
 TEXT = "text_config"
-TAKEN_ALONG = ("quantization_config", "tie_word_embeddings")  # also taken from outside the text part
+COPIED_KEYS = ("quantization_config", "tie_word_embeddings")  # also taken from outside the text part
 BESIDE_TEXT = (  # keys that do not concern the text part, or are taken along
-    TEXT, *TAKEN_ALONG, "vision_config", "image_token_id", "image_token_index", "video_token_id",
+    TEXT, *COPIED_KEYS, "vision_config", "image_token_id", "image_token_index", "video_token_id",
     "vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index",
     "mm_tokens_per_image", "multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size",
     "vision_feature_layer", "projector_bias", "understand_projector_stride", "image_token_len",
@@ -44,14 +44,14 @@ def read_hf_config(folder: Path, but: Sequence[str] = ()) -> tuple[str, ModelCon
     hf_config = {key: value for key, value in read_keys(path).items() if key not in but}
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        if isinstance(model_type, str) and model_type in LACKING:
+        if isinstance(model_type, str) and model_type in UNSUPPORTED:
             raise ConfigError(f"{path}: model_type {model_type!r} is not supported: no block here has "
-                              f"{LACKING[model_type]}")
+                              f"{UNSUPPORTED[model_type]}")
         supported = ", ".join([*FAMILIES, *WRAPPERS])
         raise ConfigError(f"{path}: model_type {model_type!r} is not supported; these are: {supported}")
     try:
         fields = FAMILIES[model_type].read(hf_config)
-    except UnlikeFamily as error:
+    except FamilyError as error:
         raise ConfigError(f"{path}: {error}") from None
     return model_type, build_tree(ModelConfig, fields, f"{path}: model.")
 
@@ -65,13 +65,13 @@ def read_keys(path: Path) -> Tree:
         return tree
     text = tree.get(TEXT)
     if not isinstance(text, dict):
-        raise ConfigError(f"{path}: {TEXT} is missing; a {model_type} has the keys of its text part there")
+        raise ConfigError(f"{path}: {TEXT} is missing; a {model_type} keeps the keys of its text model there")
     for key, value in tree.items():
         own = text.get(key)
         if key not in BESIDE_TEXT and value not in (None, own) and not changes_nothing(key):
-            raise ConfigError(f"{path}: {key} = {value!r} beside {TEXT}, which has {own!r}: nothing here "
-                              f"reads this key of a {model_type}")
-    beside = {key: tree[key] for key in TAKEN_ALONG if key in tree}
+            raise ConfigError(f"{path}: {key} = {value!r} beside {TEXT}, which has {own!r}: this key is "
+                              f"unknown for a {model_type}")
+    beside = {key: tree[key] for key in COPIED_KEYS if key in tree}
     return {"model_type": WRAPPERS[model_type], **text, **beside}
 
 

@@ -18,8 +18,8 @@ from checkpoint.disk.files import (
     IntegrityError,
     StorageError,
     checksum_text,
+    matches_checksum,
     open_shard,
-    range_is,
     read_header,
 )
 from checkpoint.hf import tensors as hf
@@ -38,13 +38,13 @@ def files_of_rank(files: Files, dtype: torch.dtype, rank: int, size: int) -> lis
         return sum(tensor.num_bytes(dtype) for tensor in files[file])
 
     loads = [0] * size
-    found: list[str] = []
+    results: list[str] = []
     for file in sorted(files, key=lambda file: (-num_bytes(file), file)):
         least = loads.index(min(loads))
         loads[least] += num_bytes(file)
         if least == rank:
-            found.append(file)
-    return found
+            results.append(file)
+    return results
 
 
 @torch.no_grad()
@@ -68,20 +68,20 @@ def write_files(
     Raises IntegrityError if the checkpoint is damaged, or StorageError, also if the disk returns different
     bytes.
     """
-    parts_of: dict[str, list[tuple[Piece, Box]]] = defaultdict(list)  # by tensor of the folder
+    get_parts: dict[str, list[tuple[Piece, Box]]] = defaultdict(list)  # by tensor of the folder
     for piece, (box, _) in zip(pieces, state.stored_as(index, pieces, weights)):
-        parts_of[FAMILIES[model_type].hf_name(piece[0].key, model)].append((piece, box))
+        get_parts[FAMILIES[model_type].hf_name(piece[0].key, model)].append((piece, box))
     stored = index.by_key()
 
     for name in names:
-        keys = {box.key for tensor in files[name] for _, box in parts_of[tensor.name]}
+        keys = {box.key for tensor in files[name] for _, box in get_parts[tensor.name]}
         of_file = dataclasses.replace(index, pieces=[piece for key in keys for piece in stored.get(key, [])])
         digests = {tensor.name: DIGESTS[WRITTEN_DIGEST]() for tensor in files[name]}
 
         def read(tensor: HFTensor) -> HFTensor:
             if tensor.constant is not None:
                 return tensor
-            parts = parts_of[tensor.name]
+            parts = get_parts[tensor.name]
             values = [(box, torch.empty(box.size, dtype=like.dtype)) for (box, like), _ in parts]
             wants = [(box, value) for (_, box), (_, value) in zip(parts, values)]
             store.start_load(of_file, wants, strict=False, sharers=sharers).fill()  # noqa: B023
@@ -104,7 +104,7 @@ def check_file(path: Path, checksums: dict[str, str]) -> None:
             header, table = read_header(fd, path)
             for name, checksum in checksums.items():
                 begin, end = table[name]["data_offsets"]
-                if not range_is(fd, len(header) + begin, end - begin, checksum):
+                if not matches_checksum(fd, len(header) + begin, end - begin, checksum):
                     raise IntegrityError(f"{path}: {name} is not what was written")
     except IntegrityError as error:
         raise StorageError(path, 0, f"what was written reads back differently: {error}") from error

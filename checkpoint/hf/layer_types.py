@@ -11,12 +11,11 @@ from functools import partial
 from checkpoint.hf.rules import (
     LOCAL,
     NOPE,
+    FamilyError,
     FieldGroup,
-    UnlikeFamily,
     head_size,
     is_number,
     layers_of,
-    list_of,
     number,
     plain_number,
     read_mlp_layer_types,
@@ -24,6 +23,7 @@ from checkpoint.hf.rules import (
     rope_obstacles,
     rotating_layers,
     sliding_layers,
+    typed_list,
     write_rope_scaling,
 )
 from config import ModelConfig, Tree, head_dim
@@ -75,7 +75,7 @@ class LayerTypes:
         if self.every_key:
             keys.get(self.every_key)  # meaningless if layer_types is given
         if any(slides) and size is None:
-            raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
+            raise FamilyError("layer_types = 'sliding_attention' without sliding_window")
         full: Tree = {"mixer.window": None, "mixer.rope": self.full(keys)}
         sliding = {"mixer.window": size, "mixer.rope": self.sliding(keys)}
         return slides, full | self.of_type(keys, slides, False), sliding | self.of_type(keys, slides, True)
@@ -89,7 +89,7 @@ class LayerTypes:
         if every is None:
             every = self.every
         if not isinstance(every, int) or every < 1:
-            raise UnlikeFamily(f"{self.every_key} = {every!r} is not supported without layer_types")
+            raise FamilyError(f"{self.every_key} = {every!r} is not supported without layer_types")
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     def keys_of(self, model: ModelConfig) -> Tree:
@@ -126,7 +126,7 @@ class LayerTypes:
             return lost
         try:
             _, full, sliding = self.types_of({**size_keys(model, model), **self.keys_of(model)})
-        except (UnlikeFamily, AssertionError):
+        except (FamilyError, AssertionError):
             return ["blocks", "pattern"] if model.pattern else ["mixer.rope"]
         for layer in layers:
             again = full if layer.mixer.window is None else sliding
@@ -185,12 +185,12 @@ def rope_of_type(keys: Tree, layer_type: str) -> Tree:
 
 
 def check_rope_of_type(own: object, layer_type: str) -> None:
-    """Raise UnlikeFamily unless transformers reads these parameters for a single type of layer."""
+    """Raise FamilyError unless transformers reads these parameters for a single type of layer."""
     if not isinstance(own, dict):
-        raise UnlikeFamily(f"rope_parameters has no {layer_type}")
+        raise FamilyError(f"rope_parameters has no {layer_type}")
     if own.get("truncate", True) is not True:
-        raise UnlikeFamily(f"truncate = {own['truncate']!r} of {layer_type} is not supported: transformers "
-                           "does not read it of one type of layer")
+        raise FamilyError(f"truncate = {own['truncate']!r} of {layer_type} is not supported: transformers "
+                          "does not read it per layer type")
 
 
 def no_rope(keys: Tree) -> None:
@@ -232,8 +232,8 @@ def olmo3_sliding(keys: Tree) -> Tree:
         return rope_of_type(keys, SLIDING)
     base = plain_number(keys, "rope_theta")
     if base != OLMO3_BASE:  # transformers 5 applies it only to full layers, version 4 to all
-        raise UnlikeFamily(
-            f"rope_theta = {base} says nothing certain about layers that slide; write rope_parameters")
+        raise FamilyError(
+            f"rope_theta = {base} is ambiguous for sliding-window layers; set rope_parameters")
     return rope_part({"mixer.rope.base": base})
 
 
@@ -322,7 +322,7 @@ def shared_rope_of_type(keys: Tree, usual: Tree, usual_share: float, layer_type:
     check_rope_of_type(own, layer_type)
     share = own.get("partial_rotary_factor", usual_share)
     if not is_number(share) or not 0 < share <= 1:
-        raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")
+        raise FamilyError(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")
     own = {key: value for key, value in own.items() if key != "partial_rotary_factor"}
     fields = read_rope({**keys, "rope_parameters": own, "rope_scaling": None}, share=share)
     return rope_part(fields) | {"share": float(share)}
@@ -339,16 +339,16 @@ def write_shared_ropes(full: RopeConfig | None, sliding: RopeConfig | None) -> T
 
 
 def heads_of_type(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
-    heads = list_of(int, keys, "num_attention_heads_per_layer")
+    heads = typed_list(int, keys, "num_attention_heads_per_layer")
     usual = int(plain_number(keys, "num_attention_heads"))
     heads = heads or [usual] * len(slides)
     if len(heads) != len(slides):
-        raise UnlikeFamily(
+        raise FamilyError(
             f"num_attention_heads_per_layer names {len(heads)} layers, num_hidden_layers is {len(slides)}")
     own = {count for count, slide in zip(heads, slides) if slide == sliding} or {heads[0]}
     if len(own) > 1 or min(own) < 1:
-        raise UnlikeFamily(f"num_attention_heads_per_layer = {heads} is not supported, only one number above "
-                           "0 for each type of layer")
+        raise FamilyError(f"num_attention_heads_per_layer = {heads} is not supported, only one number above "
+                          "0 for each type of layer")
     return {"mixer.heads": own.pop()}
 
 
@@ -398,7 +398,7 @@ def mimo_slides(keys: Tree) -> list[bool]:
 
 
 def check_mimo_spellings(keys: Tree) -> Tree:
-    """Raise UnlikeFamily if redundant keys of published folders contradict what the class computes."""
+    """Raise FamilyError if redundant keys of published folders contradict what the class computes."""
     slides = sliding_layers(keys) or mimo_slides(keys)
     expected = {
         "hybrid_layer_pattern": [int(each) for each in slides],
@@ -418,7 +418,7 @@ def check_mimo_spellings(keys: Tree) -> Tree:
     }
     for key, value in expected.items():
         if keys.get(key) is not None and keys[key] != value:
-            raise UnlikeFamily(
+            raise FamilyError(
                 f"{key} = {keys[key]!r} is not supported where the other keys make it {value!r}")
     return {}
 
@@ -442,13 +442,13 @@ def granite_slides(keys: Tree) -> list[bool]:
 
 def granite_rope(keys: Tree, sliding: bool) -> Tree | None:
     slides = sliding_layers(keys) or granite_slides(keys)
-    bases = list_of((int, float), keys, "layer_rope_theta")
+    bases = typed_list((int, float), keys, "layer_rope_theta")
     if bases and len(bases) != len(slides):
-        raise UnlikeFamily(f"layer_rope_theta names {len(bases)} layers, num_hidden_layers is {len(slides)}")
+        raise FamilyError(f"layer_rope_theta names {len(bases)} layers, num_hidden_layers is {len(slides)}")
     own = {base for base, slide in zip(bases, slides) if slide == sliding}
     if len(own) > 1 or not all(is_number(base) and base >= 0 for base in own):
-        raise UnlikeFamily(f"layer_rope_theta = {bases} is not supported, only one number, not below 0, for "
-                           "each type of layer")
+        raise FamilyError(f"layer_rope_theta = {bases} is not supported, only one number, not below 0, for "
+                          "each type of layer")
     base = own.pop() if own else None
     fields = read_rope(keys)
     if base == 0:
@@ -502,17 +502,17 @@ LLAMA4_PARTS = ("rope", "chunk", "qk_norm", "growth")  # of the mixer, in which 
 def chunked_layers(keys: Tree, rotates: list[bool]) -> list[bool]:
     """Return whether each layer attends to chunks. Without layer_types, those with RoPE do."""
     size = number(keys, "attention_chunk_size", nullable=True)
-    layer_types = list_of(str, keys, "layer_types")
+    layer_types = typed_list(str, keys, "layer_types")
     if not layer_types:
         return [rotates_here and size is not None for rotates_here in rotates]
     for layer_type in layer_types:
         if layer_type not in (FULL, CHUNKED):
-            raise UnlikeFamily(f"layer_types = {layer_type!r} is not supported, only {FULL} and {CHUNKED}")
+            raise FamilyError(f"layer_types = {layer_type!r} is not supported, only {FULL} and {CHUNKED}")
     if len(layer_types) != len(rotates):
-        raise UnlikeFamily(
+        raise FamilyError(
             f"layer_types names {len(layer_types)} layers, num_hidden_layers is {len(rotates)}")
     if size is None and CHUNKED in layer_types:
-        raise UnlikeFamily(f"layer_types = {CHUNKED!r} without attention_chunk_size")
+        raise FamilyError(f"layer_types = {CHUNKED!r} without attention_chunk_size")
     return [layer_type == CHUNKED for layer_type in layer_types]
 
 
@@ -525,7 +525,7 @@ def read_llama4_layers(keys: Tree) -> Tree:
         size = keys["attention_chunk_size"] if is_chunked else None
         if chunks.setdefault(rotates_here, size) != size:
             which = "with" if rotates_here else "without"
-            raise UnlikeFamily(f"layer_types has two types of layers {which} rotary positions")
+            raise FamilyError(f"layer_types has two types of layers {which} rotary positions")
 
     growth = read_llama4_growth(keys)
     rotating: Tree = {
@@ -550,8 +550,8 @@ def read_llama4_growth(keys: Tree) -> Tree | None:
     if not number(keys, "attn_temperature_tuning") or rate == 0:
         return None
     if rate < 0 or every < 1 or every % 1:
-        raise UnlikeFamily(f"attn_scale = {rate} and floor_scale = {every} are not supported, only a number "
-                           "above 0 and a whole one")
+        raise FamilyError(f"attn_scale = {rate} and floor_scale = {every} are not supported, only a number "
+                          "above 0 and a whole one")
     return {"rate": rate, "every": int(every), "first": 1}
 
 
@@ -585,7 +585,7 @@ def llama4_obstacles(model: ModelConfig) -> list[str]:
     try:
         sizes = size_keys(model, layers[0])
         fields = read_llama4_layers({**LLAMA4_LAYER_DEFAULTS, **sizes, **write_llama4_layers(model)})
-    except UnlikeFamily:
+    except FamilyError:
         return ["blocks", "pattern"] if model.pattern else ["mixer.chunk"]
     changes = fields.get("blocks", {}).get(NOPE, {})
     for layer in layers:

@@ -7,17 +7,17 @@ from checkpoint.hf.layer_types import FULL
 from checkpoint.hf.rules import (
     EXPERTS_BESIDE,
     ROPE,
+    FamilyError,
     Field,
     FieldGroup,
     Fixed,
     Rule,
-    UnlikeFamily,
     is_number,
     layers_of,
-    list_of,
     number,
     plain_number,
     read_rules,
+    typed_list,
     write_rules,
 )
 from checkpoint.hf.state_layers import EARLIER_TYPES, LINEAR, StateLayers
@@ -34,7 +34,7 @@ def read_mamba_head(keys: Tree) -> Tree:
     heads, dim = plain_number(keys, "mamba_n_heads"), keys.get("mamba_d_head")
     dim = inner // heads if dim in ("auto", None) and heads else dim
     if not is_number(dim) or dim * heads != inner:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"mamba_d_head = {dim!r}, of {heads} heads, is not mamba_expand x hidden_size = {inner}")
     return {"mixer.dim": int(dim)}
 
@@ -55,7 +55,7 @@ def read_step_limits(keys: Tree) -> Tree:
     limits = keys.get("time_step_limit") or [0.0, math.inf]
     is_pair = isinstance(limits, list) and len(limits) == 2 and is_number(limits[0]) and limits[0] >= 0
     if not is_pair or limits[1] != math.inf:
-        raise UnlikeFamily(f"time_step_limit = {limits!r} is not supported, only a least step and Infinity")
+        raise FamilyError(f"time_step_limit = {limits!r} is not supported, only a minimum step and Infinity")
     return {"mixer.dt_min": float(limits[0])}
 
 
@@ -71,7 +71,7 @@ def linear_everywhere(keys: Tree) -> list[bool]:
 def read_granite_positions(keys: Tree) -> Tree:
     kind = keys.get("position_embedding_type")
     if kind not in (None, "nope", "rope"):
-        raise UnlikeFamily(f"position_embedding_type = {kind!r} is not supported, only rope and null")
+        raise FamilyError(f"position_embedding_type = {kind!r} is not supported, only rope and null")
     rotary = ROPE.read(keys)
     return rotary if kind == "rope" else {"mixer.rope": None}
 
@@ -91,7 +91,7 @@ def read_granite_mlp(keys: Tree) -> Tree:
         return {"mlp.width": shared}
     beside = EXPERTS_BESIDE.read(keys)
     if not beside["shared_experts"]:
-        raise UnlikeFamily("shared_intermediate_size = 0 is not supported beside experts")
+        raise FamilyError("shared_intermediate_size = 0 is not supported beside experts")
     return {
         "mlp.width": expert,
         "experts": experts,
@@ -177,7 +177,7 @@ KINDS = {MAMBA: "mamba", ATTENTION: "attention", DENSE: "mlp", SPARSE: "mlp"}  #
 
 
 @dataclass(frozen=True)
-class LoneParts:
+class SinglePartLayers:
     """Layers with only a mixer or only an MLP.
 
     `mamba` holds the rules of Mamba mixers, `experts` those of mixtures in models that have them.
@@ -186,9 +186,9 @@ class LoneParts:
     experts: tuple[Rule, ...]
 
     def read(self, keys: Tree) -> Tree:
-        letters = self.letters_of(keys)
+        letters = self.read_letters(keys)
         if DENSE in letters and SPARSE in letters:
-            raise UnlikeFamily(
+            raise FamilyError(
                 "hybrid_override_pattern has layers of an MLP (-) beside layers of experts (E), which no "
                 "kind of block tells apart here")
         kinds: Tree = {KINDS[ATTENTION]: {"mlp.kind": "none"}, KINDS[DENSE]: {"mixer.kind": "none"}}
@@ -201,17 +201,17 @@ class LoneParts:
             **(read_rules(self.experts, keys) if SPARSE in letters else {}),
         }
 
-    def letters_of(self, keys: Tree) -> str:
-        """Return the letter of each layer. Raises UnlikeFamily."""
-        types, letters = list_of(str, keys, "layers_block_type"), keys.get("hybrid_override_pattern")
+    def read_letters(self, keys: Tree) -> str:
+        """Return the letter of each layer. Raises FamilyError."""
+        types, letters = typed_list(str, keys, "layers_block_type"), keys.get("hybrid_override_pattern")
         layers = number(keys, "num_hidden_layers", nullable=True)
         if types:
             letters = "".join(LETTERS.get(EARLIER_TYPES.get(name, name), "?") for name in types)
         if not isinstance(letters, str) or not letters or set(letters) - set(LETTERS.values()):
             said = types or letters
-            raise UnlikeFamily(f"layers_block_type = {said!r} is not a list of {', '.join(LETTERS)}")
+            raise FamilyError(f"layers_block_type = {said!r} is not a list of {', '.join(LETTERS)}")
         if layers not in (None, len(letters)):
-            raise UnlikeFamily(
+            raise FamilyError(
                 f"layers_block_type names {len(letters)} layers, num_hidden_layers is {layers}")
         return letters
 
@@ -262,7 +262,7 @@ def read_shared_expert(keys: Tree) -> Tree:
     shared = plain_number(keys, "moe_shared_expert_intermediate_size")
     expert = plain_number(keys, "moe_intermediate_size")
     if not expert or not shared or shared % expert:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"moe_shared_expert_intermediate_size = {shared} is not a multiple of moe_intermediate_size = "
             f"{expert}")
     return {"shared_experts": shared // expert}
@@ -292,4 +292,4 @@ def nemotron_layers(experts: tuple[Rule, ...]) -> FieldGroup:
     """Return the rules of the layers. `experts` has the rules of a sigmoid-routed mixture, except shared
     experts."""
     others = (rule for rule in experts if "shared_experts" not in rule.fields)
-    return LoneParts(NEMOTRON_MAMBA, (*others, NEMOTRON_SHARED)).group()
+    return SinglePartLayers(NEMOTRON_MAMBA, (*others, NEMOTRON_SHARED)).group()

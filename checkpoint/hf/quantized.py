@@ -55,7 +55,7 @@ def dequantized(tensors: NamedTensors, quantization: Tree, where: Path) -> Named
     infos = {name: info for name, info in tensors.tensors.items() if name not in replaced}
     for name, one in plain.items():
         if name in infos:
-            raise ConfigError(f"{tensors.where}: {name} stands there plain and quantized")
+            raise ConfigError(f"{tensors.where}: {name} is stored both plain and quantized")
         infos[name] = one.info
     return NamedTensors(
         tensors.where,
@@ -68,12 +68,12 @@ def dequantized(tensors: NamedTensors, quantization: Tree, where: Path) -> Named
 def filled_in_pieces(box: Box, dtype: torch.dtype, read: ReadBox, dims: Sequence[int]) -> Tensor:
     """Read the box piece by piece. `dims` gives the order in which it is split."""
     target = torch.empty(box.size, dtype=dtype)
-    for piece in pieces_of(box, dims) if box.volume else []:
+    for piece in split_into_pieces(box, dims) if box.volume else []:
         target[piece.slices_in(box)] = read(piece)
     return target
 
 
-def pieces_of(box: Box, dims: Sequence[int]) -> list[Box]:
+def split_into_pieces(box: Box, dims: Sequence[int]) -> list[Box]:
     """Split `box` into boxes of at most PIECE elements."""
     if box.volume <= PIECE:
         return [box]
@@ -83,7 +83,7 @@ def pieces_of(box: Box, dims: Sequence[int]) -> list[Box]:
     sizes = [(*box.size[:dim], size, *box.size[dim + 1:]) for size in (half, box.size[dim] - half)]
     first = Box(box.key, box.shape, box.start, sizes[0])
     rest = Box(box.key, box.shape, tuple(start), sizes[1])
-    return pieces_of(first, dims) + pieces_of(rest, dims)
+    return split_into_pieces(first, dims) + split_into_pieces(rest, dims)
 
 
 # ---- fp8 ---------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def compressed_weights(tensors: NamedTensors, quantization: Tree, where: Path) -
         stored = group.get("format") or quantization.get("format")
         if stored not in formats or (weights.get("type"), weights.get("num_bits")) != ("float", 8):
             what = f"format {stored!r}, {weights.get('num_bits')} bits of {weights.get('type')!r}"
-            raise ConfigError(f"{at}.config_groups.{name}: {what}; only 8 bits of float are read "
+            raise ConfigError(f"{at}.config_groups.{name}: {what}; only 8-bit floats are read "
                               f"({' or '.join(formats)})")
         key = f"config_groups.{name}.weights.block_structure"
         block = checked_block(weights.get("block_structure"), where, key)
@@ -139,7 +139,7 @@ def scaled_weights(
 ) -> dict[str, PlainTensor]:
     """Return every fp8 tensor of the folder with its scale, whose name is the tensor's plus one of these
     endings."""
-    found: dict[str, PlainTensor] = {}
+    result: dict[str, PlainTensor] = {}
     for name, info in tensors.tensors.items():
         if info.dtype not in FP8:
             continue
@@ -151,12 +151,12 @@ def scaled_weights(
         steps = steps_of(tensors, name, scale, block)
         stems = (name.removesuffix("weight"), f"{name}_")
         unused = [stem + ending for stem in stems for ending in ACTIVATION_SCALES]
-        found[name] = PlainTensor(
+        result[name] = PlainTensor(
             TensorInfo(info.shape, torch.float32),
             scaled_reader(tensors, scale, steps),
             stands_for=(name, scale, *(other for other in unused if other in tensors.tensors)),
         )
-    return found
+    return result
 
 
 def steps_of(
@@ -213,7 +213,7 @@ def mxfp4_weights(tensors: NamedTensors, _: Tree, where: Path) -> dict[str, Plai
     [experts, rows, groups] bytes, each a power-of-two exponent. Returned as [experts, columns, rows], as in
     the bf16 folder of the same model.
     """
-    found: dict[str, PlainTensor] = {}
+    result: dict[str, PlainTensor] = {}
     for blocks, info in tensors.tensors.items():
         if not blocks.endswith("_blocks"):
             continue
@@ -231,12 +231,12 @@ def mxfp4_weights(tensors: NamedTensors, _: Tree, where: Path) -> dict[str, Plai
                 "[experts, rows, groups] expected"
             )
         experts, rows, groups, _ = shape
-        found[name] = PlainTensor(
+        result[name] = PlainTensor(
             TensorInfo((experts, GROUP * groups, rows), torch.bfloat16),
             mxfp4_reader(tensors, blocks, scales),
             stands_for=(blocks, scales),
         )
-    return found
+    return result
 
 
 def mxfp4_reader(tensors: NamedTensors, blocks: str, scales: str) -> ReadBox:

@@ -4,7 +4,7 @@ A rule reads keys into fields, writes fields as keys, and names fields whose val
 Fixed and Only are simple; a FieldGroup covers anything beyond one field and one key. The records in
 checkpoint/hf/families list the rules of each family.
 
-read(keys): keys of a config.json, with the family's defaults -> fields. Raises UnlikeFamily.
+read(keys): keys of a config.json, with the family's defaults -> fields. Raises FamilyError.
 write(model): model, as returned by spell_out -> keys.
 obstacles(model): names of fields whose values these keys cannot express.
 """
@@ -38,7 +38,7 @@ from model.rope import LinearScaling, Llama3Scaling, LongRopeScaling, Scaling, Y
 LOCAL, NOPE = "local", "nope"  # kinds of blocks: with a window, without RoPE
 
 
-class UnlikeFamily(ValueError):
+class FamilyError(ValueError):
     """config.json describes a model that ours cannot express."""
 
 
@@ -93,7 +93,7 @@ class Field:
     def read(self, keys: Tree) -> Tree:
         value = number(keys, self.key, self.nullable)
         if value is not None and value < self.minimum:
-            raise UnlikeFamily(f"{self.key} = {value} is below {self.minimum}")
+            raise FamilyError(f"{self.key} = {value} is below {self.minimum}")
         return {self.name: value}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -141,7 +141,7 @@ class Only:
         value = keys.get(self.key, self.values[0])
         if value not in self.values:
             supported = " or ".join(map(repr, self.values))
-            raise UnlikeFamily(f"{self.key} = {value!r} is not supported, only {supported}")
+            raise FamilyError(f"{self.key} = {value!r} is not supported, only {supported}")
         return {}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -170,7 +170,7 @@ class Idle:
         return []
 
 
-class NotedKeys(dict[str, Any]):
+class TrackedKeys(dict[str, Any]):
     """The keys of a config.json. `asked` records which keys rules have read."""
 
     def __init__(self, keys: Tree) -> None:
@@ -192,8 +192,8 @@ class NotedKeys(dict[str, Any]):
 
 def with_keys(keys: Tree, changes: Tree) -> Tree:
     """Return the keys with some values replaced. Reads are recorded in the original's `asked`."""
-    changed = NotedKeys({**keys, **changes})
-    if isinstance(keys, NotedKeys):
+    changed = TrackedKeys({**keys, **changes})
+    if isinstance(keys, TrackedKeys):
         changed.asked = keys.asked
     return changed
 
@@ -231,11 +231,11 @@ def read_rules(rules: Sequence[Rule], keys: Tree) -> Tree:
 
 
 def read_parts(rules: Sequence[Rule], keys: Tree) -> Tree:
-    """Call read_rules and convert experts to a model part. Raises UnlikeFamily."""
+    """Call read_rules and convert experts to a model part. Raises FamilyError."""
     try:
         return from_flat(read_rules(rules, keys))
     except ConfigError as error:
-        raise UnlikeFamily(str(error)) from None
+        raise FamilyError(str(error)) from None
 
 
 def write_rules(rules: Sequence[Rule], model: ModelConfig) -> Tree:
@@ -252,15 +252,15 @@ def layers_of(model: ModelConfig) -> list[ModelConfig]:
 
 
 def number(keys: Tree, key: str, nullable: bool = False) -> int | float | None:
-    """Return the value of a key. Raises UnlikeFamily if it is missing, or neither a number nor an allowed
+    """Return the value of a key. Raises FamilyError if it is missing, or neither a number nor an allowed
     null."""
     if key not in keys:
-        raise UnlikeFamily(f"{key} is missing")
+        raise FamilyError(f"{key} is missing")
     value = keys[key]
     if value is None and nullable:
         return None
     if not is_number(value):
-        raise UnlikeFamily(f"{key} = {value!r} is not a number")
+        raise FamilyError(f"{key} = {value!r} is not a number")
     return value
 
 
@@ -270,19 +270,19 @@ def is_number(value: object) -> bool:
 
 
 def plain_number(keys: Tree, key: str) -> int | float:
-    """Return the value of a key that is never null. Raises UnlikeFamily."""
+    """Return the value of a key that is never null. Raises FamilyError."""
     value = number(keys, key)
     assert value is not None
     return value
 
 
-def list_of(kind: type | tuple[type, ...], keys: Tree, key: str) -> list:
-    """Return the list under a key, or [] if null or missing. Raises UnlikeFamily if an entry is not of
+def typed_list(kind: type | tuple[type, ...], keys: Tree, key: str) -> list:
+    """Return the list under a key, or [] if null or missing. Raises FamilyError if an entry is not of
     this type, or of one of several."""
     entries = keys.get(key) or []
     if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
         name = kind.__name__ if isinstance(kind, type) else "numbers"
-        raise UnlikeFamily(f"{key} = {entries!r} is not a list of {name}")
+        raise FamilyError(f"{key} = {entries!r} is not a list of {name}")
     return entries
 
 
@@ -295,13 +295,13 @@ def read_rope(keys: Tree, mla: bool = False, share: float = 1.0) -> Tree:
     scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
     if kind not in ("default", "linear", "llama3", "yarn", "longrope") or not isinstance(scaling, dict):
-        raise UnlikeFamily(
+        raise FamilyError(
             f"rope scaling {kind!r} is not supported, only linear, llama3's, yarn's, longrope and none")
     check_rope_parameters(scaling)
 
     theta = plain_number(scaling if "rope_theta" in scaling else keys, "rope_theta")
     if theta <= 0:
-        raise UnlikeFamily(f"rope_theta = {theta} is not above 0")
+        raise FamilyError(f"rope_theta = {theta} is not above 0")
     if kind == "default":
         return {"mixer.rope.base": theta}
     if kind == "linear":
@@ -322,7 +322,7 @@ def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
     needed = ("factor",) if kind == "yarn" else ("factor", "low_freq_factor", "high_freq_factor")
     for key in needed:
         if scaling.get(key) is None:
-            raise UnlikeFamily(f"{kind} rope scaling without {key}")
+            raise FamilyError(f"{kind} rope scaling without {key}")
     scaled: Tree = {"kind": kind, "factor": scaling["factor"], "original": original_context(scaling, keys)}
     if kind == "llama3":
         limits = {"low_freq": scaling["low_freq_factor"], "high_freq": scaling["high_freq_factor"]}
@@ -344,14 +344,14 @@ def read_longrope(scaling: Tree, keys: Tree, channels: int) -> Tree:
     `channels` counts the rotated channels of a head."""
     original = original_context(scaling, keys)
     if original <= 1:
-        raise UnlikeFamily(f"rope scaling 'longrope' of {original} tokens is not supported, only above 1")
+        raise FamilyError(f"rope scaling 'longrope' of {original} tokens is not supported, only above 1")
     scaled: Tree = {"kind": "longrope", "original": original}
     for name in ("short", "long"):
-        numbers = list_of((int, float), scaling, f"{name}_factor")
+        numbers = typed_list((int, float), scaling, f"{name}_factor")
         if not numbers or not all(is_number(number) and number > 0 for number in numbers):
-            raise UnlikeFamily(f"rope scaling 'longrope' without numbers above 0 in {name}_factor")
+            raise FamilyError(f"rope scaling 'longrope' without numbers above 0 in {name}_factor")
         if len(numbers) != channels // 2:
-            raise UnlikeFamily(
+            raise FamilyError(
                 f"{name}_factor has {len(numbers)} numbers, and {channels} channels are rotated; "
                 f"rope scaling 'longrope' has {channels // 2}")
         scaled[name] = numbers
@@ -360,7 +360,7 @@ def read_longrope(scaling: Tree, keys: Tree, channels: int) -> Tree:
         factor = plain_number(keys, "max_position_embeddings") / original
     if multiplied is not None:
         if multiplied < 1:
-            raise UnlikeFamily(f"rope parameter attention_factor = {multiplied} is not supported below 1")
+            raise FamilyError(f"rope parameter attention_factor = {multiplied} is not supported below 1")
         factor = original ** (multiplied**2 - 1)
     return scaled | {"factor": factor}
 
@@ -379,14 +379,14 @@ def head_size(keys: Tree) -> int | float:
 
 
 def check_ramp(scaled: Tree, theta: float, channels: int | float) -> None:
-    """Raise UnlikeFamily if the ramp between the scaling's two limits is unsupported (ramp_obstacle)."""
+    """Raise FamilyError if the ramp between the scaling's two limits is unsupported (ramp_obstacle)."""
     kind, original = scaled["kind"], scaled["original"]
     low, high = scaled["low_freq"], scaled["high_freq"]
     truncate = scaled.get("truncate", True)
     if ramp_obstacle(
         kind, channels, theta=theta, low=low, high=high, original=original, truncate=truncate
     ):
-        raise UnlikeFamily(
+        raise FamilyError(
             f"{kind} rope scaling between {low} and {high} rotations in {original} positions, "
             f"with rope_theta = {theta}, is not supported: no channel lies between them"
         )
@@ -435,16 +435,16 @@ NOT_NUMBERS = ("rope_type", "type", "short_factor", "long_factor")  # among the 
 
 
 def check_rope_parameters(scaling: Tree) -> None:
-    """Raise UnlikeFamily for parameters that are unknown or not numbers, and for channels without
+    """Raise FamilyError for parameters that are unknown or not numbers, and for channels without
     rotation."""
     for key, value in scaling.items():
         if key not in ROPE_PARAMETERS and value is not None:
-            raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
+            raise FamilyError(f"rope parameter {key} = {value!r} is not supported")
         if key not in NOT_NUMBERS and not (value is None or is_number(value)):
-            raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
+            raise FamilyError(f"rope parameter {key} = {value!r} is not supported")
     if (scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         fraction = scaling["partial_rotary_factor"]
-        raise UnlikeFamily(f"partial_rotary_factor = {fraction} is not supported, only 1.0")
+        raise FamilyError(f"partial_rotary_factor = {fraction} is not supported, only 1.0")
 
 
 def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
@@ -455,7 +455,7 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
     mscale = scaling.get("mscale")
     mscale_all = scaling.get("mscale_all_dim")
     if mscale_all and not mscale:
-        raise UnlikeFamily(f"rope parameter mscale_all_dim = {mscale_all} without mscale is not supported")
+        raise FamilyError(f"rope parameter mscale_all_dim = {mscale_all} without mscale is not supported")
 
     fields: Tree = {"mscale": 1.0, "mscale_all": 0.0}
     if mscale_all:
@@ -464,13 +464,13 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
     if attention_factor is None:
         return fields
     if mscale_all:
-        raise UnlikeFamily("rope parameters attention_factor and mscale_all_dim together are not supported")
+        raise FamilyError("rope parameters attention_factor and mscale_all_dim together are not supported")
     if attention_factor < 1:
-        raise UnlikeFamily(f"rope parameter attention_factor = {attention_factor} is not supported below 1")
+        raise FamilyError(f"rope parameter attention_factor = {attention_factor} is not supported below 1")
     if scaling["factor"] > 1:
         fields["mscale"] = (attention_factor - 1) / (0.1 * math.log(scaling["factor"]))
     elif attention_factor != 1:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"rope parameter attention_factor = {attention_factor} is not supported where factor is at most 1"
         )
     return fields
@@ -564,7 +564,7 @@ def rope_and_share(keys: Tree, default: float) -> tuple[str, Any, float]:
         scaling = {key: value for key, value in scaling.items() if key != "partial_rotary_factor"}
     share = default if share is None else share
     if not is_number(share) or not 0 < share <= 1:
-        raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")
+        raise FamilyError(f"partial_rotary_factor = {share!r} is not a number in (0, 1]")
     keys.get("rope_theta")
     return name, scaling, share
 
@@ -574,7 +574,7 @@ def read_share_of_rope(keys: Tree, default: float) -> Tree:
     name, scaling, share = rope_and_share(keys, default)
     fields = read_rope({**keys, name: scaling})
     if share != 1 and "mixer.rope.scaling" in fields:
-        raise UnlikeFamily(f"rope scaling beside partial_rotary_factor = {share} is not supported")
+        raise FamilyError(f"rope scaling beside partial_rotary_factor = {share} is not supported")
     return fields | {"mixer.rope.share": float(share)}
 
 
@@ -624,7 +624,7 @@ def read_query_scalar(keys: Tree) -> Tree:
     """Read the score scale: 1 / sqrt(query_pre_attn_scalar)."""
     value = plain_number(keys, "query_pre_attn_scalar")
     if value <= 0:
-        raise UnlikeFamily(f"query_pre_attn_scalar = {value} is not above 0")
+        raise FamilyError(f"query_pre_attn_scalar = {value} is not above 0")
     return {"mixer.scale": None if value == head_size(keys) else value**-0.5}
 
 
@@ -647,7 +647,7 @@ def read_root_of_width(keys: Tree) -> Tree:
 def read_divided_logits(keys: Tree) -> Tree:
     value = plain_number(keys, "logits_scaling")
     if value <= 0:
-        raise UnlikeFamily(f"logits_scaling = {value} is not above 0")
+        raise FamilyError(f"logits_scaling = {value} is not above 0")
     return {"logit_scale": 1 / value}
 
 
@@ -694,7 +694,7 @@ def read_growing_rope(keys: Tree, mla: bool = False) -> Tree:
     """Read growing RoPE. The defaults are those of the published model."""
     given = keys.get("rope_scaling") or keys.get("rope_parameters") or MINISTRAL3_ROPE
     if not isinstance(given, dict):
-        raise UnlikeFamily(f"rope_parameters = {given!r} is not supported")
+        raise FamilyError(f"rope_parameters = {given!r} is not supported")
     rate = plain_number({"llama_4_scaling_beta": 0.0, **given}, "llama_4_scaling_beta")
     rest = {key: value for key, value in given.items() if key != "llama_4_scaling_beta"}
     fields = read_rope({**keys, "rope_scaling": None, "rope_parameters": rest}, mla)
@@ -742,12 +742,12 @@ def read_mistral4_rope(keys: Tree) -> Tree:
     keys.get("rope_theta")
     given = keys.get("rope_scaling") or keys.get("rope_parameters") or MISTRAL4_ROPE
     if not isinstance(given, dict) or given.get("rope_type", given.get("type", "default")) == "default":
-        raise UnlikeFamily(f"rope_parameters = {given!r} without a scaling is not supported in this family: "
-                           "transformers does not run it")
+        raise FamilyError(f"rope_parameters = {given!r} without a scaling is not supported in this family: "
+                          "transformers does not run it")
     channels = plain_number(keys, "qk_rope_head_dim")
     share = given.get("partial_rotary_factor")
     if share is not None and share != channels / (plain_number(keys, "qk_nope_head_dim") + channels):
-        raise UnlikeFamily(f"partial_rotary_factor = {share!r} is not that of qk_rope_head_dim = {channels}")
+        raise FamilyError(f"partial_rotary_factor = {share!r} is not that of qk_rope_head_dim = {channels}")
     given = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
     return read_growing_rope({**keys, "rope_scaling": given}, mla=True)
 
@@ -786,7 +786,7 @@ def read_hunyuan_rope(keys: Tree) -> Tree:
     base = plain_number(scaling if "rope_theta" in scaling else keys, "rope_theta")
     channels = head_size(keys)
     if not is_number(alpha) or alpha <= 0 or channels <= 2:
-        raise UnlikeFamily(f"rope parameter alpha = {alpha!r} is not supported")
+        raise FamilyError(f"rope parameter alpha = {alpha!r} is not supported")
     return {"mixer.rope.base": base * alpha ** (channels / (channels - 2))}
 
 
@@ -840,7 +840,7 @@ def read_phi3_rope(keys: Tree) -> Tree:
     keys.get("original_max_position_embeddings")
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
     if kind not in ("default", "longrope", "su"):
-        raise UnlikeFamily(f"rope scaling {kind!r} is not supported in this family, only longrope and none")
+        raise FamilyError(f"rope scaling {kind!r} is not supported in this family, only longrope and none")
     if isinstance(scaling, dict):  # su is an older name
         scaling = {key: "longrope" if value == "su" else value for key, value in scaling.items()}
     return read_rope({**keys, name: scaling}, share=share) | {"mixer.rope.share": float(share)}
@@ -872,22 +872,22 @@ PHI3_ROPE = FieldGroup(
 
 def sliding_layers(keys: Tree) -> list[bool]:
     """Return whether each layer has a window according to layer_types, or [] without it. Raises
-    UnlikeFamily."""
-    layer_types = list_of(str, keys, "layer_types")
+    FamilyError."""
+    layer_types = typed_list(str, keys, "layer_types")
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
-            raise UnlikeFamily(
+            raise FamilyError(
                 f"layer_types = {layer_type!r} is not supported, only full_attention and sliding_attention"
             )
     layers = plain_number(keys, "num_hidden_layers")
     if layer_types and len(layer_types) != layers:
-        raise UnlikeFamily(f"layer_types names {len(layer_types)} layers, num_hidden_layers is {layers}")
+        raise FamilyError(f"layer_types names {len(layer_types)} layers, num_hidden_layers is {layers}")
     return [layer_type == "sliding_attention" for layer_type in layer_types]
 
 
 def read_no_window(keys: Tree) -> Tree:
     if any(sliding_layers(keys)):
-        raise UnlikeFamily("layer_types = 'sliding_attention' is not supported in this family")
+        raise FamilyError("layer_types = 'sliding_attention' is not supported in this family")
     return {"mixer.window": None}
 
 
@@ -935,7 +935,7 @@ def read_qwen_window(keys: Tree) -> Tree:
         layers = plain_number(keys, "num_hidden_layers")
         slides = [size is not None and layer >= first for layer in range(int(layers))]
     if any(slides) and size is None:
-        raise UnlikeFamily(
+        raise FamilyError(
             "layer_types = 'sliding_attention' without a window (use_sliding_window, sliding_window)")
     return windows_by_layer(slides, size)
 
@@ -958,7 +958,7 @@ def read_layer_types(keys: Tree) -> Tree:
     size = number(keys, "sliding_window", nullable=True)
     slides = sliding_layers(keys) or [size is not None] * int(plain_number(keys, "num_hidden_layers"))
     if any(slides) and size is None:
-        raise UnlikeFamily("layer_types = 'sliding_attention' without sliding_window")
+        raise FamilyError("layer_types = 'sliding_attention' without sliding_window")
     return windows_by_layer(slides, size)
 
 
@@ -974,7 +974,7 @@ def read_dots_window(keys: Tree) -> Tree:
         first = plain_number({"max_window_layers": 62, **keys}, "max_window_layers")
         slides = has_size and plain_number(keys, "num_hidden_layers") > first
     if slides:
-        raise UnlikeFamily(
+        raise FamilyError(
             "layers with a sliding window (max_window_layers, layer_types) are not supported in this family"
         )
     return {"mixer.window": None}
@@ -1010,14 +1010,14 @@ def rotating_layers(keys: Tree) -> list[bool]:
     """Return whether each layer has RoPE: 1 or 0 in no_rope_layers. Without it, each layer with a multiple
     of no_rope_layer_interval has none."""
     layers = int(plain_number(keys, "num_hidden_layers"))
-    rotates = list_of(int, keys, "no_rope_layers")
+    rotates = typed_list(int, keys, "no_rope_layers")
     if not rotates:
         every = int(plain_number(keys, "no_rope_layer_interval"))
         if every < 1:
-            raise UnlikeFamily(f"no_rope_layer_interval = {every} is not above 0")
+            raise FamilyError(f"no_rope_layer_interval = {every} is not above 0")
         rotates = [int((layer + 1) % every != 0) for layer in range(layers)]
     if len(rotates) != layers:
-        raise UnlikeFamily(f"no_rope_layers names {len(rotates)} layers, num_hidden_layers is {layers}")
+        raise FamilyError(f"no_rope_layers names {len(rotates)} layers, num_hidden_layers is {layers}")
     return [bool(each) for each in rotates]
 
 
@@ -1062,7 +1062,7 @@ def read_no_head_dim(keys: Tree) -> Tree:
     """Check head_dim in a family whose config class lacks it: transformers reads it anyway."""
     size = read_head_dim(keys)["mixer.head_dim"] if "head_dim" in keys else None
     if size is not None:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"head_dim = {size} is not supported in this family, only hidden_size / num_attention_heads"
         )
     return {"mixer.head_dim": None}
@@ -1086,7 +1086,7 @@ def read_attention_bias(keys: Tree) -> Tree:
 def read_equal_biases(keys: Tree) -> Tree:
     """Read the bias keys, one for q, k and v and one for the rest: only equal values are supported."""
     if number(keys, "mlp_bias") != number(keys, "attention_bias"):
-        raise UnlikeFamily("attention_bias and mlp_bias differ; both or neither are supported")
+        raise FamilyError("attention_bias and mlp_bias differ; both or neither are supported")
     return read_attention_bias(keys) | {"mlp.bias": number(keys, "mlp_bias")}
 
 
@@ -1108,7 +1108,7 @@ def read_seed_biases(keys: Tree) -> Tree:
     """Read the bias keys; ours cover q, k and v, or all."""
     stated = tuple(bool(number(keys, key)) for key in ("attention_bias", "attention_out_bias"))
     if stated == (False, True):
-        raise UnlikeFamily("attention_out_bias without attention_bias is not supported")
+        raise FamilyError("attention_out_bias without attention_bias is not supported")
     return {"mixer.bias": {(False, False): None, (True, False): "qkv", (True, True): "all"}[stated]}
 
 
@@ -1134,11 +1134,11 @@ def read_gating(keys: Tree) -> Tree:
     """Read whether gates are per head or per channel; published folders repeat it for each layer."""
     gating = keys.get("gating", True)
     if gating is not True and gating not in ("per-head", "per-element"):
-        raise UnlikeFamily(f"gating = {gating!r} is not supported, only 'per-head' and 'per-element'")
+        raise FamilyError(f"gating = {gating!r} is not supported, only 'per-head' and 'per-element'")
     gate = "channel" if gating == "per-element" else "head"
     own = {"head": "per_head", "channel": "per_element"}[gate]
-    if set(list_of(str, keys, "gating_types")) - {own}:
-        raise UnlikeFamily(f"gating_types = {keys['gating_types']!r} are not all {own!r}, as gating says")
+    if set(typed_list(str, keys, "gating_types")) - {own}:
+        raise FamilyError(f"gating_types = {keys['gating_types']!r} are not all {own!r}, as gating says")
     return {"mixer.gate.kind": gate}
 
 
@@ -1158,7 +1158,7 @@ def read_init_std_by_width(keys: Tree) -> Tree:
         return {"init_std": number(keys, "initializer_range")}
     hidden = plain_number(keys, "hidden_size")
     if hidden <= 0:
-        raise UnlikeFamily(f"hidden_size = {hidden} is not above 0")
+        raise FamilyError(f"hidden_size = {hidden} is not above 0")
     return {"init_std": 2 / (5 * hidden) ** 0.5}
 
 
@@ -1198,7 +1198,7 @@ def read_experts_beside(keys: Tree) -> Tree:
     """Read the total width of all shared experts, each as wide as a routed one."""
     shared, width = plain_number(keys, "shared_intermediate_size"), plain_number(keys, "intermediate_size")
     if width <= 0 or shared < 0 or shared % width:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"shared_intermediate_size = {shared} is not a multiple of intermediate_size = {width}")
     return {"shared_experts": shared // width}
 
@@ -1260,9 +1260,9 @@ GPT2_DROPOUT = FieldGroup(
 
 def read_dense_layers(keys: Tree) -> Tree:
     """Read the layers without experts, which Qwen lists; ours must come first."""
-    dense = sorted(list_of(int, keys, "mlp_only_layers"))
+    dense = sorted(typed_list(int, keys, "mlp_only_layers"))
     if dense != list(range(len(dense))):
-        raise UnlikeFamily(
+        raise FamilyError(
             f"mlp_only_layers = {dense} is not supported, only the first layers (and decoder_sparse_step)"
         )
     return {"first_dense": len(dense)}
@@ -1273,7 +1273,7 @@ def read_shared_width(keys: Tree, key: str) -> Tree:
     shared_size = plain_number(keys, key)
     expert_size = plain_number(keys, "moe_intermediate_size")
     if not expert_size or not shared_size or shared_size % expert_size:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"{key} = {shared_size} is not a multiple of "
             f"moe_intermediate_size = {expert_size}"
         )
@@ -1296,17 +1296,17 @@ def read_mlp_layer_types(keys: Tree) -> Tree:
     Published folders also have first_k_dense_replace, which transformers does not read.
     """
     layers = plain_number(keys, "num_hidden_layers")
-    kinds = list_of(str, keys, "mlp_layer_types")
+    kinds = typed_list(str, keys, "mlp_layer_types")
     dense = kinds.count("dense") if kinds else 1
     is_prefix = kinds == ["dense"] * dense + ["sparse"] * (len(kinds) - dense)
     if (kinds and not (is_prefix and len(kinds) == layers)) or dense >= layers:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"mlp_layer_types = {kinds or None} of {layers} layers is not supported, only dense layers, "
             "then at least one sparse layer")
     stated = keys.get("first_k_dense_replace")
     if stated is not None and stated != dense:
-        raise UnlikeFamily(f"first_k_dense_replace = {stated!r} is not supported where mlp_layer_types "
-                           f"makes {dense} of the layers dense")
+        raise FamilyError(f"first_k_dense_replace = {stated!r} is not supported where mlp_layer_types "
+                          f"makes {dense} of the layers dense")
     return {"first_dense": dense}
 
 
@@ -1348,7 +1348,7 @@ def read_ernie_layers(keys: Tree) -> Tree:
     """Read the first layer with experts. Layers with experts must extend to the last layer."""
     last = keys.get("moe_layer_end_index", -1)
     if last not in (-1, plain_number(keys, "num_hidden_layers") - 1):
-        raise UnlikeFamily(f"moe_layer_end_index = {last!r} is not supported, only the last layer")
+        raise FamilyError(f"moe_layer_end_index = {last!r} is not supported, only the last layer")
     return {"first_dense": plain_number(keys, "moe_layer_start_index")}
 
 
@@ -1370,16 +1370,16 @@ def read_moe_layers(keys: Tree) -> Tree:
     layers = int(plain_number(keys, "num_hidden_layers"))
     step = int(plain_number(keys, "interleave_moe_layer_step"))
     if step < 1:
-        raise UnlikeFamily(f"interleave_moe_layer_step = {step} is not above 0")
+        raise FamilyError(f"interleave_moe_layer_step = {step} is not above 0")
     stated = keys.get("moe_layers")
     wanted = list(range(step - 1, layers, step))
     if stated is not None:
-        wanted = sorted({layer for layer in list_of(int, keys, "moe_layers") if layer < layers})
+        wanted = sorted({layer for layer in typed_list(int, keys, "moe_layers") if layer < layers})
     for every in (step, *range(1, layers + 1)):
         for first in range(layers):
             if wanted and wanted == [layer for layer in range(first, layers) if (layer + 1) % every == 0]:
                 return {"first_dense": first, "moe_every": every}
-    raise UnlikeFamily(
+    raise FamilyError(
         f"moe_layers = {stated} of {layers} layers is not supported, only each multiple of a step from some "
         "layer on")
 
@@ -1394,7 +1394,7 @@ def moe_layers_obstacles(model: ModelConfig) -> list[str]:
         return []
     try:
         again = read_moe_layers({"num_hidden_layers": model.layers, **write_moe_layers(model)})
-    except UnlikeFamily:
+    except FamilyError:
         return ["first_dense"]
     return [name for name, value in again.items() if getattr(model, name) != value]
 
@@ -1456,7 +1456,7 @@ def read_v2_groups(keys: Tree) -> Tree:
     if method == "greedy":
         return {}
     if method != "group_limited_greedy":
-        raise UnlikeFamily(
+        raise FamilyError(
             f"topk_method = {method!r} is not supported, only 'greedy' and 'group_limited_greedy'"
         )
     return {"router_groups": number(keys, "n_group"), "router_group_top_k": number(keys, "topk_group")}
@@ -1481,7 +1481,7 @@ def v2_group_obstacles(model: ModelConfig) -> list[str]:
 def read_mla_heads(keys: Tree) -> Tree:
     num_kv_heads = number(keys, "num_key_value_heads", nullable=True)
     if num_kv_heads not in (None, number(keys, "num_attention_heads")):
-        raise UnlikeFamily(
+        raise FamilyError(
             f"num_key_value_heads = {num_kv_heads} is not supported with latent attention, "
             f"only num_attention_heads"
         )

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 from checkpoint.hf.layer_types import FULL, rope_part
 from checkpoint.hf.rules import (
     MLP_LAYER_TYPES,
+    FamilyError,
     Field,
     FieldGroup,
     Fixed,
     Rule,
-    UnlikeFamily,
     layers_of,
-    list_of,
     number,
     plain_number,
     read_rope,
     read_rules,
     rope_obstacles,
     share_of_rope,
+    typed_list,
     write_rope,
     write_rules,
 )
@@ -54,19 +54,19 @@ class StateLayers:
         return {"blocks": {self.name: changes}, "pattern": pattern} if pattern else {}
 
     def types_of(self, keys: Tree) -> list[bool]:
-        """Return whether each layer has a state. Raises UnlikeFamily."""
-        types = [EARLIER_TYPES.get(name, name) for name in list_of(str, keys, "layer_types")]
+        """Return whether each layer has a state. Raises FamilyError."""
+        types = [EARLIER_TYPES.get(name, name) for name in typed_list(str, keys, "layer_types")]
         usual = self.usual(keys)
         types = types or [self.layer_type if each else FULL for each in usual]
         for layer_type in types:
             if layer_type not in (FULL, self.layer_type):
-                raise UnlikeFamily(
+                raise FamilyError(
                     f"layer_types = {layer_type!r} is not supported, only {FULL} and {self.layer_type}")
         layers = plain_number(keys, "num_hidden_layers")
         if len(types) != layers:
-            raise UnlikeFamily(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
+            raise FamilyError(f"layer_types names {len(types)} layers, num_hidden_layers is {layers}")
         if self.needs_both and len(set(types)) < 2:
-            raise UnlikeFamily(f"layer_types has no layer of {FULL} or none of {self.layer_type}")
+            raise FamilyError(f"layer_types has no layer of {FULL} or none of {self.layer_type}")
         return [layer_type == self.layer_type for layer_type in types]
 
     def write(self, model: ModelConfig) -> Tree:
@@ -116,7 +116,7 @@ def conv_where_not_stated(keys: Tree) -> list[bool]:
     layers = range(int(plain_number(keys, "num_hidden_layers")))
     if keys.get("full_attn_idxs") is None:
         return [False for _ in layers]
-    full = set(list_of(int, keys, "full_attn_idxs"))
+    full = set(typed_list(int, keys, "full_attn_idxs"))
     return [layer not in full for layer in layers]
 
 
@@ -133,7 +133,7 @@ def read_lfm2_width(keys: Tree) -> Tree:
     width = int(plain_number(keys, "block_ffn_dim_multiplier") * width)
     multiple = int(plain_number(keys, "block_multiple_of"))
     if multiple < 1:
-        raise UnlikeFamily(f"block_multiple_of = {multiple} is not above 0")
+        raise FamilyError(f"block_multiple_of = {multiple} is not above 0")
     return {"mlp.width": -(-width // multiple) * multiple}
 
 
@@ -172,7 +172,7 @@ def linear_where_not_stated(keys: Tree) -> list[bool]:
     """Return whether each layer has a state: all except multiples of full_attention_interval."""
     every = keys.get("full_attention_interval", 4)
     if not isinstance(every, int) or every < 1:
-        raise UnlikeFamily(f"full_attention_interval = {every!r} is not supported")
+        raise FamilyError(f"full_attention_interval = {every!r} is not supported")
     return [(layer + 1) % every != 0 for layer in range(int(plain_number(keys, "num_hidden_layers")))]
 
 
@@ -218,7 +218,7 @@ def read_olmo_sizes(keys: Tree) -> Tree:
     heads, hidden = plain_number(keys, "num_attention_heads"), plain_number(keys, "hidden_size")
     stated = {key: heads if value is None and "heads" in key else value for key, value in stated.items()}
     if stated["linear_num_key_heads"] < 1:
-        raise UnlikeFamily(f"linear_num_key_heads = {stated['linear_num_key_heads']} is below 1")
+        raise FamilyError(f"linear_num_key_heads = {stated['linear_num_key_heads']} is below 1")
     if stated["linear_key_head_dim"] is None:
         stated["linear_key_head_dim"] = int(0.75 * hidden / stated["linear_num_key_heads"])
     if stated["linear_value_head_dim"] is None:
@@ -287,14 +287,14 @@ PLACES = ("full_attn_layers", "kda_layers")  # counted from 1
 
 
 def linear_config(keys: Tree) -> Tree:
-    """Return linear_attn_config, or an empty one. Raises UnlikeFamily for a key that implies another
+    """Return linear_attn_config, or an empty one. Raises FamilyError for a key that implies another
     model."""
     found = keys.get(KIMI_SIZES) or {}
     if not isinstance(found, dict):
-        raise UnlikeFamily(f"{KIMI_SIZES} = {found!r} is not supported")
+        raise FamilyError(f"{KIMI_SIZES} = {found!r} is not supported")
     for key, value in found.items():
         if key not in (*IN_LINEAR.values(), *PLACES) and value is not None:
-            raise UnlikeFamily(f"{KIMI_SIZES}.{key} = {value!r} is not supported")
+            raise FamilyError(f"{KIMI_SIZES}.{key} = {value!r} is not supported")
     return found
 
 
@@ -317,9 +317,9 @@ def kimi_where_not_stated(keys: Tree) -> list[bool]:
     inside = linear_config(keys)
     if not all(name in inside for name in PLACES):
         return [layer == 0 or layer % 4 != 0 for layer in layers]
-    full, state = (set(list_of(int, inside, name)) for name in PLACES)
+    full, state = (set(typed_list(int, inside, name)) for name in PLACES)
     if full & state or full | state != {layer + 1 for layer in layers}:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"{KIMI_SIZES}: {' and '.join(PLACES)} do not name each of {len(layers)} layers once")
     return [layer + 1 in state for layer in layers]
 

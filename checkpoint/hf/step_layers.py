@@ -19,8 +19,8 @@ from checkpoint.hf.layer_types import (
 from checkpoint.hf.rules import (
     MLP_LAYER_TYPES,
     QUERY_SCALAR,
+    FamilyError,
     FieldGroup,
-    UnlikeFamily,
     head_size,
     is_number,
     number,
@@ -61,10 +61,10 @@ def step_rope(keys: Tree, layer_type: str) -> Tree:
     slides = sliding_layers(keys) or none_slides(keys)
     types = [SLIDING if each else FULL for each in slides]
     if not isinstance(given, dict) or (given and not set(types) <= given.keys()):
-        raise UnlikeFamily(
+        raise FamilyError(
             f"rope_parameters = {given!r} is not supported, only with {' and '.join(sorted(set(types)))}")
     if given and keys.get("rope_scaling"):
-        raise UnlikeFamily("rope_scaling says nothing beside rope_parameters; take it out")
+        raise FamilyError("rope_scaling has no effect beside rope_parameters; remove it")
     stated = given or {each: step_rope_of_lists(keys, types, each) for each in set(types)}
     every = dict.fromkeys((FULL, SLIDING), stated[types[0]]) | stated
     rope = shared_rope_of_type({**keys, "rope_parameters": every}, {}, 1.0, layer_type)
@@ -83,13 +83,13 @@ def step_rope_of_lists(keys: Tree, types: list[str], layer_type: str) -> Tree:
             entries = [entries] * len(types)
         found = {repr(entry) for entry, each in zip(entries, types) if each == layer_type}
         if len(entries) != len(types) or len(found) > 1:
-            raise UnlikeFamily(f"{key} = {entries} is not supported, only one number for each type of layer")
+            raise FamilyError(f"{key} = {entries} is not supported, only one number for each type of layer")
         own[name] = entries[types.index(layer_type)]
     scaling = keys.get("rope_scaling")
     if scaling is None or layer_type == SLIDING:
         return own
     if not isinstance(scaling, dict):
-        raise UnlikeFamily(f"rope_scaling = {scaling!r} is not supported")
+        raise FamilyError(f"rope_scaling = {scaling!r} is not supported")
     return own | scaling
 
 
@@ -104,7 +104,7 @@ def step_heads(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
         "true_head_dim": keys.get("head_dim"),
     }
     if not isinstance(other, dict) or not other.items() <= {**other, **expected}.items():
-        raise UnlikeFamily(f"attention_other_setting = {other!r} is not supported, only other heads")
+        raise FamilyError(f"attention_other_setting = {other!r} is not supported, only other heads")
     count = keys.get("num_sliding_attention_heads")
     count = other.get("num_attention_heads", usual) if count is None else count
 
@@ -112,10 +112,10 @@ def step_heads(keys: Tree, slides: list[bool], sliding: bool) -> Tree:
     if stated is not None:
         own = {str(layer): {"num_attention_heads": count} for layer, slide in enumerate(slides) if slide}
         if stated != own and not (stated == {} and count == usual):
-            raise UnlikeFamily(f"per_layer_config = {stated!r} is not supported, only {own!r}, as "
-                               "num_sliding_attention_heads says")
+            raise FamilyError(f"per_layer_config = {stated!r} is not supported, only {own!r}, as "
+                              "num_sliding_attention_heads says")
     if not isinstance(count, int) or min(count, usual) < 1:
-        raise UnlikeFamily(f"num_sliding_attention_heads = {count!r} is not a whole number above 0")
+        raise FamilyError(f"num_sliding_attention_heads = {count!r} is not a whole number above 0")
     return {"mixer.heads": count if sliding else usual}
 
 
@@ -157,7 +157,7 @@ def step_limits(keys: Tree, key: str) -> tuple[float | None, ...]:
     entries = keys.get(key) or [None] * layers
     is_list = isinstance(entries, list) and len(entries) == layers
     if not is_list or not all(entry is None or (is_number(entry) and entry >= 0) for entry in entries):
-        raise UnlikeFamily(f"{key} = {entries!r} is not supported, only a number for each layer, 0 or above")
+        raise FamilyError(f"{key} = {entries!r} is not supported, only a number for each layer, 0 or above")
     return tuple(entry or None for entry in entries)
 
 

@@ -93,28 +93,28 @@ def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list
     Raises ConfigError naming a tensor that the family does not have.
     """
     family = FAMILIES[model_type]
-    parts_of: dict[str, list[Piece]] = defaultdict(list)
+    get_parts: dict[str, list[Piece]] = defaultdict(list)
     for box, tensor in pieces:
         whole = tensor[:model.vocab] if box.key in VOCAB_KEYS else tensor
-        parts_of[family.hf_name(box.key, model)].append((box, whole))
+        get_parts[family.hf_name(box.key, model)].append((box, whole))
 
-    found: list[HFTensor] = []
-    for name, parts in parts_of.items():
+    results: list[HFTensor] = []
+    for name, parts in get_parts.items():
         parts.sort(key=lambda part: family.place_in_stack(part[0].key, model))
         key = parts[0][0].key
-        found.append(HFTensor(
+        results.append(HFTensor(
             name,
             [tensor for _, tensor in parts],
             family.arrangement(key, model),
             above=above_theirs(family, key),
             exact=key.endswith(".router.bias"),
         ))
-    return found
+    return results
 
 
 def constants(model_type: str, model: ModelConfig) -> list[HFTensor]:
     """Return the tensors of the folder that are the same in every model."""
-    numbers = FAMILIES[model_type].constants_of(model)
+    numbers = FAMILIES[model_type].get_constants(model)
     return [HFTensor(name, [], Arrangement(), constant=value) for name, value in numbers.items()]
 
 
@@ -180,7 +180,7 @@ def unread_notes(names: Collection[str], family: Family, layers: int) -> list[st
     starts = (*family.unread, *beside, *sorted({ahead(name, family, layers) for name in names} - {""}))
     numbers = {start: sum(name.startswith(start) for name in names) for start in starts}
     return [
-        f"the tensors {start}* ({number}) are not taken: transformers does not load them in a model of text"
+        f"the tensors {start}* ({number}) are skipped: transformers does not load them in a text model"
         for start, number in numbers.items() if number
     ]
 
@@ -230,7 +230,7 @@ def check_names_and_shapes(
             wrong.append(f"{name} is not a weight of {model_type}")
     for name, tensor in wanted.items():
         if name in found and found[name].shape != tensor.shape:
-            shapes = f"{list(found[name].shape)}, config.json makes it {list(tensor.shape)}"
+            shapes = f"{list(found[name].shape)}, config.json implies {list(tensor.shape)}"
             wrong.append(f"{name} has shape {shapes}")
     for name, stored in found.items():
         if stored.dtype not in FLOATS:

@@ -160,7 +160,7 @@ def check_exportable(model: SentencePieceModel) -> None:
     user_symbols = [piece.text for piece in model.pieces if piece.kind == USER]
     space_in_symbol = any(SPACE in text or " " in text for text in user_symbols)
     reasons = (  # (whether it applies, why the model is refused)
-        (trainer.get(3, 1) != 2, "it is not a BPE"),
+        (trainer.get(3, 1) != 2, "it is not a BPE model"),
         (model.normalizer.strings.get(2), "it normalises the text"),
         (puts_space_in_front(model) and user_symbols,
          "it puts a space in front of the text (add_dummy_prefix) and has symbols of the user's"),

@@ -46,7 +46,7 @@ def composed(tensors: NamedTensors, parts: Mapping[str, Sequence[StoredPart]]) -
         for part in of_tensor:
             shape = tensors.tensors[part.name].shape
             if len(shape) != len(part.start) or any(
-                end > extent for end, extent in zip(ends_of(part), shape)
+                end > extent for end, extent in zip(get_ends(part), shape)
             ):
                 raise ConfigError(f"{where}: {part.box} does not lie inside {part.name} of {list(shape)}")
         try:
@@ -71,7 +71,7 @@ def composed(tensors: NamedTensors, parts: Mapping[str, Sequence[StoredPart]]) -
     return NamedTensors(tensors.where, infos, read_box, tensors.objects)
 
 
-def ends_of(part: StoredPart) -> tuple[int, ...]:
+def get_ends(part: StoredPart) -> tuple[int, ...]:
     """Return where a part ends in the stored tensor, one number per dim."""
     ahead = len(part.start) - len(part.box.size)
     return tuple(first + size for first, size in zip(part.start, (*(1,) * ahead, *part.box.size)))

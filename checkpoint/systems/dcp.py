@@ -126,12 +126,12 @@ def parsed(tree: Any, folder: Path) -> DcpMetadata:
 
     metadata = DcpMetadata({}, {}, {}, {})
     for name, entry in state["state_dict_metadata"].items():
-        if class_of(entry) == "BytesStorageMetadata":
+        if get_class(entry) == "BytesStorageMetadata":
             metadata.objects[text(name)] = take(items, name, None)
             continue
         about = attributes(entry, "TensorStorageMetadata")
         shape = numbers(about["size"])
-        metadata.tensors[text(name)] = TensorInfo(shape, dtype_of(about["properties"]))
+        metadata.tensors[text(name)] = TensorInfo(shape, get_dtype(about["properties"]))
         metadata.boxes[name], metadata.items[name] = [], []
         for chunk in about["chunks"]:
             part = attributes(chunk, "ChunkStorageMetadata")
@@ -149,22 +149,22 @@ def take(items: Items, name: str, offset: tuple[int, ...] | None) -> StoredItem:
     return items.pop((name, offset))
 
 
-def class_of(value: Any) -> str:
+def get_class(value: Any) -> str:
     """Return the class name of an object, without the module, which has moved between versions."""
     return value.name.rpartition(".")[2] if isinstance(value, Foreign) else type(value).__name__
 
 
 def attributes(value: Any, name: str) -> dict[str, Any]:
     """Return the attributes of an object of this class. Raises ValueError for another class."""
-    if class_of(value) != name or not isinstance(value.state, dict):
-        raise ValueError(f"{name} expected, got {class_of(value)}")
+    if get_class(value) != name or not isinstance(value.state, dict):
+        raise ValueError(f"{name} expected, got {get_class(value)}")
     return value.state
 
 
-def dtype_of(properties: Any) -> torch.dtype:
+def get_dtype(properties: Any) -> torch.dtype:
     """Return the dtype of a TensorProperties, whose state is (dtype, layout, ...)."""
     dtype = properties.state[0]
-    if class_of(properties) != "TensorProperties" or type(dtype) is not torch.dtype:
+    if get_class(properties) != "TensorProperties" or type(dtype) is not torch.dtype:
         raise ValueError("the dtype of a tensor expected")
     return dtype
 
@@ -181,7 +181,7 @@ def stored_item(storage: dict[str, Any], folder: Path) -> StoredItem:
 
 def text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"a text expected, got {type(value).__name__}")
+        raise ValueError(f"text expected, got {type(value).__name__}")
     return value
 
 

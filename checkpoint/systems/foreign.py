@@ -21,7 +21,7 @@ from checkpoint.hf import config as hf_config
 from checkpoint.hf import tensors as hf
 from checkpoint.hf.families.family import Arrangement, Family
 from checkpoint.hf.families.table import FAMILIES, text_names
-from checkpoint.hf.quantized import dequantized, pieces_of
+from checkpoint.hf.quantized import dequantized, split_into_pieces
 from config import ConfigError, ModelConfig, NoPart, head_dim, kv_heads, layer_model, padded_vocab, value_dim
 from config.tree import plain_data
 from model.attention import AttentionConfig, HeadGate
@@ -81,7 +81,7 @@ class ForeignLoad:
                 rows = max(0, min(box.size[0], vocab_rows(self.index, box.key) - box.start[0]))
                 box, tensor = box.rows(0, rows), tensor[:rows]
             if box.volume:
-                for piece in pieces_of(box, range(len(box.size))):
+                for piece in split_into_pieces(box, range(len(box.size))):
                     read_piece(self.index, piece, tensor[place_in(piece, box)])
 
 
@@ -181,8 +181,8 @@ def foreign_index(
     """
     places: dict[str, WeightPlace] = {}
     pieces: list[StoredPiece] = []
-    copies, constants = family.copies(model), family.constants_of(model)
-    known = [(re.compile(pattern), keys) for pattern, keys in patterns_of(family).items()]
+    copies, constants = family.copies(model), family.get_constants(model)
+    known = [(re.compile(pattern), keys) for pattern, keys in weight_patterns(family).items()]
     for name, info in tensors.tensors.items():
         if name in copies:
             continue
@@ -190,8 +190,8 @@ def foreign_index(
             hf.check_constant(name, tensors.read(name, ()), constants[name])
             continue
         if not info.dtype.is_floating_point or info.dtype.itemsize < 2:
-            raise ConfigError(f"{folder}: {name} is {info.dtype}; plain floats are read, and of Hugging Face "
-                              "what a quantization_config in config.json describes")
+            raise ConfigError(f"{folder}: {name} is {info.dtype}; only plain floats are read, and for "
+                              "Hugging Face what a quantization_config in config.json describes")
         match, keys = next(
             ((match, keys) for pattern, keys in known if (match := pattern.fullmatch(name))), (None, [])
         )
@@ -242,7 +242,7 @@ def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -
     )
 
 
-def patterns_of(family: Family) -> dict[str, list[str]]:
+def weight_patterns(family: Family) -> dict[str, list[str]]:
     """Return {pattern of their name: our names that it holds, in order}."""
     found: dict[str, list[str]] = defaultdict(list)
     for names in (family.tensors, *family.of_mixers.values()):
@@ -269,7 +269,7 @@ def places_in(
     Raises ConfigError, beginning with `where`, if the shape contradicts the model.
     """
     of_first = {"expert": "0", **numbers}
-    keys = [key for key in keys if has_part_of(model, key.format(**of_first))] or keys
+    keys = [key for key in keys if has_part_for(model, key.format(**of_first))] or keys
     own_keys = [key.format(**of_first) for key in keys]
     arrangement = family.arrangement(own_keys[0], model)
     has_shape = f"{where} has shape {list(shape)}"
@@ -292,7 +292,7 @@ def places_in(
         if rest[:1] != [1]:
             raise ConfigError(f"{has_shape}, and its second dim should be 1")
         rest = rest[1:]
-    of_each = rows_of(model, own_keys, total)
+    of_each = make_rows(model, own_keys, total)
     if sum(of_each) != total:
         raise ConfigError(f"{has_shape}, {family.config} makes it {sum(of_each):,} rows")
     if any(rows % arrangement.groups for rows in of_each):
@@ -319,7 +319,7 @@ def places_in(
             yield Box.whole(own, (rows, *rest)), place
 
 
-def has_part_of(model: ModelConfig, key: str) -> bool:
+def has_part_for(model: ModelConfig, key: str) -> bool:
     """Return whether the layer of our tensor `key` has the part that the tensor belongs to. One of their
     names may stand for tensors of different parts."""
     section, *names = key.split(".")
@@ -333,7 +333,7 @@ def has_part_of(model: ModelConfig, key: str) -> bool:
     return (rest[0] in OF_MIXTURES) == has_experts(model, layer)
 
 
-def rows_of(model: ModelConfig, keys: list[str], total: int) -> list[int]:
+def make_rows(model: ModelConfig, keys: list[str], total: int) -> list[int]:
     """Return the rows of each of our tensors that are stacked in one of theirs with `total` rows."""
     if len(keys) == 1:
         return [total]
@@ -368,7 +368,7 @@ def check_copies(index: ForeignIndex) -> None:
             continue
         first, shape = index.places[key].name, index.tensors.tensors[name].shape
         is_same = shape == index.tensors.tensors[first].shape
-        for piece in pieces_of(Box.whole(name, shape), range(len(shape))):
+        for piece in split_into_pieces(Box.whole(name, shape), range(len(shape))):
             other = replace(piece, key=first)
             if not is_same or not torch.equal(index.tensors.read_box(piece), index.tensors.read_box(other)):
                 why = f"from {first}, and {index.family.config} says that they are one"

@@ -82,7 +82,7 @@ def open_foreign(path: Path, run: ModelConfig) -> ForeignIndex:
     )
 
 
-def seal_of(path: Path) -> str | None:
+def compute_seal(path: Path) -> str | None:
     """Return ForeignIndex.sealed for the current files, or None if they are not a checkpoint of a known
     system."""
     for system in SYSTEMS:

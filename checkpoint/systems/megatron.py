@@ -127,8 +127,8 @@ def args_in(tree: Any, where: str) -> Args:
     args = tree.get("args") if isinstance(tree, dict) else None
     state = args.state if isinstance(args, Foreign) else args
     if not isinstance(state, dict):
-        raise ConfigError(f"{where}: holds no args of Megatron-LM, which say the model; convert the weights "
-                          "to a Hugging Face folder")
+        raise ConfigError(f"{where}: holds no args of Megatron-LM, which describe the model; convert the "
+                          "weights to a Hugging Face folder")
     return state
 
 
@@ -186,13 +186,13 @@ def stacked(name: str, parts: list[StoredPart], dim: int) -> list[StoredPart]:
     first = parts[0].box.shape
     extent = sum(part.box.size[dim] for part in parts)
     shape = (*first[:dim], extent, *first[dim + 1:])
-    found: list[StoredPart] = []
+    results: list[StoredPart] = []
     at = 0
     for part in parts:
         start = tuple(at if number == dim else 0 for number in range(len(shape)))
-        found.append(StoredPart(Box(name, shape, start, part.box.size), part.name, part.start))
+        results.append(StoredPart(Box(name, shape, start, part.box.size), part.name, part.start))
         at += part.box.size[dim]
-    return found
+    return results
 
 
 # ---- a file per rank ---------------------------------------------------------------------------------------

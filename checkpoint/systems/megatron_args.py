@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from checkpoint.hf.families.family import Arrangement, Family
 from checkpoint.hf.families.names import in_layer, with_leaf
-from checkpoint.hf.rules import Field, FieldGroup, Fixed, Only, UnlikeFamily, number, plain_number
+from checkpoint.hf.rules import FamilyError, Field, FieldGroup, Fixed, Only, number, plain_number
 from config import ModelConfig, Tree, kv_heads
 
 OFF = (False, None)
@@ -22,12 +22,12 @@ OFF = (False, None)
 # ---- the model ---------------------------------------------------------------------------------------------
 
 def is_on(keys: Tree, key: str, default: bool = False) -> bool:
-    """Return whether a switch is on. Raises UnlikeFamily for a value that is neither true nor false."""
+    """Return whether a switch is on. Raises FamilyError for a value that is neither true nor false."""
     value = keys.get(key, default)
     if value is None:
         return default
     if type(value) is not bool:
-        raise UnlikeFamily(f"{key} = {value!r} is not true or false")
+        raise FamilyError(f"{key} = {value!r} is not true or false")
     return value
 
 
@@ -42,7 +42,7 @@ def read_heads(keys: Tree) -> Tree:
     heads, hidden = plain_number(keys, "num_attention_heads"), plain_number(keys, "hidden_size")
     groups = plain_number(keys, "num_query_groups") if is_on(keys, "group_query_attention") else heads
     if heads < 1 or groups < 1 or heads % groups:
-        raise UnlikeFamily(
+        raise FamilyError(
             f"num_attention_heads = {heads} is not a multiple of num_query_groups = {groups}")
     size = number({"kv_channels": None, **keys}, "kv_channels", nullable=True)
     return {"mixer.heads": heads, "mixer.kv_heads": groups, "mixer.head_dim": size or hidden // heads}
@@ -57,12 +57,12 @@ def read_norm(keys: Tree) -> Tree:
     kinds = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
     name = keys.get("normalization") or "LayerNorm"
     if not isinstance(name, str) or name not in kinds:
-        raise UnlikeFamily(f"normalization = {name!r} is not supported, only {' or '.join(kinds)}")
+        raise FamilyError(f"normalization = {name!r} is not supported, only {' or '.join(kinds)}")
     names = ("norm_epsilon", "layernorm_epsilon")  # of one arg
     given = {**dict.fromkeys(names), **keys}
     epsilons = {number(given, key, nullable=True) for key in names} - {None}
     if len(epsilons) > 1:
-        raise UnlikeFamily(f"{' and '.join(names)} are one arg, and differ: {sorted(epsilons)}")
+        raise FamilyError(f"{' and '.join(names)} are the same arg, and differ: {sorted(epsilons)}")
     return {"norm.kind": kinds[name], "norm.eps": epsilons.pop() if epsilons else 1e-5}
 
 
@@ -71,7 +71,7 @@ def read_qk_norm(keys: Tree) -> Tree:
     if not is_on(keys, "qk_layernorm"):
         return {"mixer.qk_norm": None}
     if keys.get("normalization") != "RMSNorm":
-        raise UnlikeFamily("qk_layernorm = True with LayerNorm is not supported, only with RMSNorm")
+        raise FamilyError("qk_layernorm = True with LayerNorm is not supported, only with RMSNorm")
     return {"mixer.qk_norm": "head"}
 
 
@@ -94,10 +94,10 @@ def read_positions(keys: Tree) -> Tree:
         return {"positions": None, "mixer.rope": None}
     if kind == "learned_absolute":
         if not is_on(keys, "add_position_embedding", default=True):
-            raise UnlikeFamily("add_position_embedding = False with learned_absolute is not supported")
+            raise FamilyError("add_position_embedding = False with learned_absolute is not supported")
         return {"positions": "learned", "mixer.rope": None}
     if kind != "rope":
-        raise UnlikeFamily(
+        raise FamilyError(
             f"position_embedding_type = {kind!r} is not supported, only learned_absolute, rope and none"
         )
     rope: Tree = {
@@ -109,8 +109,8 @@ def read_positions(keys: Tree) -> Tree:
     interpolated = number(by, "rotary_seq_len_interpolation_factor", nullable=True)
     if is_on(keys, "use_rope_scaling"):
         if interpolated is not None:
-            raise UnlikeFamily("use_rope_scaling and rotary_seq_len_interpolation_factor together are not "
-                               "supported")
+            raise FamilyError("use_rope_scaling and rotary_seq_len_interpolation_factor together are not "
+                              "supported")
         rope["scaling"] = {"kind": "llama3", "factor": plain_number(by, "rope_scaling_factor")}
     elif interpolated is not None:
         rope["scaling"] = {"kind": "linear", "factor": interpolated}
@@ -126,7 +126,7 @@ def read_experts(keys: Tree) -> Tree:
     if experts is None:
         return {"experts": None}
     if has_bias(keys):
-        raise UnlikeFamily("num_experts with add_bias_linear = True is not supported")
+        raise FamilyError("num_experts with add_bias_linear = True is not supported")
     given = {
         "moe_router_topk": 2,
         "moe_router_topk_scaling_factor": None,
@@ -138,8 +138,8 @@ def read_experts(keys: Tree) -> Tree:
     width = number(given, "moe_ffn_hidden_size", nullable=True) or plain_number(keys, "ffn_hidden_size")
     shared = number(given, "moe_shared_expert_intermediate_size", nullable=True) or 0
     if width < 1 or shared % width:
-        raise UnlikeFamily(f"moe_shared_expert_intermediate_size = {shared} is not supported beside experts "
-                           f"of {width}, only a multiple of that")
+        raise FamilyError(f"moe_shared_expert_intermediate_size = {shared} is not supported beside experts "
+                          f"of {width}, only a multiple of that")
     is_sigmoid = score_function(keys) == "sigmoid"
     return {
         "experts": experts,
@@ -157,17 +157,17 @@ def read_experts(keys: Tree) -> Tree:
 
 
 def score_function(keys: Tree) -> str:
-    """Return softmax or sigmoid. Raises UnlikeFamily for another way of choosing experts."""
+    """Return softmax or sigmoid. Raises FamilyError for another way of choosing experts."""
     name = keys.get("moe_router_score_function") or "softmax"
     if name not in ("softmax", "sigmoid"):
-        raise UnlikeFamily(f"moe_router_score_function = {name!r} is not supported, only softmax and sigmoid")
+        raise FamilyError(f"moe_router_score_function = {name!r} is not supported, only softmax and sigmoid")
     if name == "softmax" and is_on(keys, "moe_router_enable_expert_bias"):
-        raise UnlikeFamily("moe_router_enable_expert_bias = True is not supported with a softmax")
+        raise FamilyError("moe_router_enable_expert_bias = True is not supported with a softmax")
     balancing = keys.get("moe_router_load_balancing_type")
     kinds = balancing if isinstance(balancing, (list, tuple)) else [balancing]
     for kind in kinds:
         if kind in ("sinkhorn", "quantile_balancing"):
-            raise UnlikeFamily(f"moe_router_load_balancing_type = {kind!r} is not supported: it routes")
+            raise FamilyError(f"moe_router_load_balancing_type = {kind!r} is not supported: it routes")
     return name
 
 
@@ -179,8 +179,8 @@ def router_groups(keys: Tree, top_k: int | float, best_of_group: int) -> Tree:
     if not groups or not chosen:
         return {"router_groups": 1, "router_group_top_k": 1}
     if top_k // chosen != best_of_group:
-        raise UnlikeFamily(f"moe_router_group_topk = {chosen} with moe_router_topk = {top_k} is not "
-                           f"supported, only where a group counts as its {best_of_group} best experts")
+        raise FamilyError(f"moe_router_group_topk = {chosen} with moe_router_topk = {top_k} is not "
+                          f"supported, only where a group counts as its {best_of_group} best experts")
     return {"router_groups": groups, "router_group_top_k": chosen}
 
 
@@ -194,8 +194,8 @@ def dense_layers(keys: Tree) -> int:
         dense = layers.index(1) if 1 in layers else len(layers)
         if all(layers[dense:]):
             return dense
-    raise UnlikeFamily(f"moe_layer_freq = {layers!r} is not supported, only experts in all layers after the "
-                       "first dense ones")
+    raise FamilyError(f"moe_layer_freq = {layers!r} is not supported, only experts in all layers after the "
+                      "first dense ones")
 
 
 EXPERT_FIELDS = (

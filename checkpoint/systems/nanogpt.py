@@ -9,7 +9,7 @@ from pathlib import Path
 
 from checkpoint.hf.families.family import Family
 from checkpoint.hf.families.openai import GPT2_TENSORS
-from checkpoint.hf.rules import Field, FieldGroup, Fixed, Idle, UnlikeFamily
+from checkpoint.hf.rules import FamilyError, Field, FieldGroup, Fixed, Idle
 from checkpoint.systems.foreign import ForeignIndex, foreign_index, with_full_names
 from checkpoint.systems.pickled import read_tree, shown, tensors_of_tree
 from checkpoint.systems.system_rules import cut_vocabulary, read_model
@@ -25,7 +25,7 @@ def read_bias(keys: Tree) -> Tree:
     """Read the bias arg, which covers all linear layers and norms."""
     bias = keys["bias"]
     if type(bias) is not bool:
-        raise UnlikeFamily(f"bias = {bias!r} is not true or false")
+        raise FamilyError(f"bias = {bias!r} is not true or false")
     return {"mixer.bias": "all" if bias else None, "mlp.bias": bias, "norm.bias": bias}
 
 

@@ -5,7 +5,7 @@ machine here (pickletools.genops disassembles the file) never imports or calls w
 how to rebuild tensors, dtypes and plain containers (CALLS). Every other class becomes a Foreign, which has a
 name and data but no behaviour: so Megatron-LM's args, an argparse.Namespace, can be read. Anything that only
 an attack would ask for is refused in one line: a standard-library name outside STANDARD, a call of something
-named like a function, a tree that contains itself or unfolds to more than MAX_VALUES values.
+named like a function, a tree that contains itself or expands to more than MAX_VALUES values.
 
 A tensor becomes a StoredTensor: its place in the file. read_tree returns the tree of a file, open_torch_file
 its tensors by name, such as model.transformer.wte.weight of nanoGPT's ckpt.pt.
@@ -146,7 +146,7 @@ FOREIGN_CALLS = {  # named like functions, but inert here, like classes
 def find_global(module: Any, name: Any) -> Any:
     """Resolve a name in the file. Raises Refused for a name that no checkpoint needs."""
     if type(module) is not str or type(name) is not str:
-        raise Refused("names a global by something else than text")
+        raise Refused("names a global by something other than text")
     module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
     found = GlobalName(module, name)
     if module == "torch" and str(found) in DTYPE_NAMES:
@@ -223,7 +223,7 @@ def rebuild(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, flags
     if flags:
         raise Refused("has a tensor whose numbers are conjugated or negated when they are read")
     if type(storage) is not StoredStorage or type(dtype) is not torch.dtype:
-        raise Refused("has a tensor of something else than numbers")
+        raise Refused("has a tensor of something other than numbers")
     shape, strides, (first,) = whole_numbers(size), whole_numbers(stride), whole_numbers((offset,))
     if len(shape) != len(strides):
         raise Refused(f"has a tensor of {len(shape)} dims with {len(strides)} strides")
@@ -272,7 +272,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 def call(function: Any, args: Any) -> Any:
     """Return the result of a call in the file. Raises Refused for anything neither in CALLS nor a class."""
     if type(function) is not GlobalName or type(args) is not tuple:
-        raise Refused("asks to call what it does not name")
+        raise Refused("asks to call something it does not name")
     name = str(function)
     if name in CALLS:
         return CALLS[name](*args)
@@ -295,7 +295,7 @@ def checked_key(key: Any) -> Any:
 @dataclass
 class PickleMachine:
     """The machine's state. `stack` holds the values since the last mark, `below` those before it."""
-    storage_of: Callable[[Any], StoredStorage]  # resolves a persistent id
+    find_storage: Callable[[Any], StoredStorage]  # resolves a persistent id
     stack: list[Any] = field(default_factory=list)
     below: list[list[Any]] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
@@ -326,7 +326,7 @@ def constant(make: Callable[[], Any]) -> Callable[[PickleMachine, Any], None]:
     return lambda machine, _: machine.stack.append(make())
 
 
-def tuple_of(count: int) -> Callable[[PickleMachine, Any], None]:
+def make_tuple(count: int) -> Callable[[PickleMachine, Any], None]:
     return lambda machine, _: machine.stack.append(tuple(machine.take(count)))
 
 
@@ -366,7 +366,7 @@ def new_object(machine: PickleMachine, named: int) -> None:
     """Create an object. `named` is 1 if keyword arguments are on the stack too."""
     kind, args, *_ = machine.take(2 + named)
     if type(kind) is not GlobalName or type(args) is not tuple:
-        raise Refused("makes an object of what it does not name")
+        raise Refused("makes an object of something it does not name")
     machine.stack.append(CALLS[str(kind)](*args) if str(kind) in CALLS else Foreign(str(kind), args))
 
 
@@ -400,9 +400,9 @@ INSTRUCTIONS: dict[str, Callable[[PickleMachine, Any], None]] = {
     "EMPTY_LIST": constant(list),
     "EMPTY_DICT": constant(dict),
     "EMPTY_SET": constant(set),
-    "TUPLE1": tuple_of(1),
-    "TUPLE2": tuple_of(2),
-    "TUPLE3": tuple_of(3),
+    "TUPLE1": make_tuple(1),
+    "TUPLE2": make_tuple(2),
+    "TUPLE3": make_tuple(3),
     "TUPLE": lambda machine, _: push_argument(machine, tuple(machine.since_mark())),
     "FROZENSET": lambda machine, _: push_argument(machine, make_set(machine.since_mark())),
     "APPEND": lambda machine, _: append(machine, machine.take(1)),
@@ -421,7 +421,7 @@ INSTRUCTIONS: dict[str, Callable[[PickleMachine, Any], None]] = {
     "NEWOBJ": lambda machine, _: new_object(machine, 0),
     "NEWOBJ_EX": lambda machine, _: new_object(machine, 1),
     "BUILD": build,
-    "BINPERSID": lambda machine, _: push_argument(machine, machine.storage_of(machine.stack.pop())),
+    "BINPERSID": lambda machine, _: push_argument(machine, machine.find_storage(machine.stack.pop())),
 }
 
 
@@ -432,12 +432,12 @@ def no_storage(_: Any) -> StoredStorage:
     raise Refused("names a storage, and there is none beside it")
 
 
-def interpret(data: bytes, where: str, storage_of: Callable[[Any], StoredStorage] = no_storage) -> Any:
+def interpret(data: bytes, where: str, find_storage: Callable[[Any], StoredStorage] = no_storage) -> Any:
     """Return the tree of a pickle without executing it. `where` names the file in errors.
 
     Raises ConfigError in one line that says what the pickle asks for.
     """
-    machine = PickleMachine(storage_of)
+    machine = PickleMachine(find_storage)
     try:
         for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if count >= MAX_INSTRUCTIONS:
@@ -448,7 +448,9 @@ def interpret(data: bytes, where: str, storage_of: Callable[[Any], StoredStorage
         (tree,) = machine.stack
         check_unfolded(tree)
     except Refused as refusal:
-        raise ConfigError(f"{where}: its pickle {refusal}; it is not opened, and nothing of it ran") from None
+        raise ConfigError(
+            f"{where}: its pickle {refusal}; it was not loaded, and nothing in it was run"
+        ) from None
     except DAMAGE as error:
         why = shown(f"{type(error).__name__}: {error}")
         raise ConfigError(f"{where}: damaged, or not a pickle of torch.save ({why})") from None
@@ -473,7 +475,7 @@ def check_unfolded(tree: Any) -> None:
         children = value.values() if isinstance(value, dict) else value
         total = 1 + sum(count(child, depth + 1) for child in children)
         if total > MAX_VALUES:
-            raise Refused(f"unfolds to more than {MAX_VALUES:,} values")
+            raise Refused(f"expands to more than {MAX_VALUES:,} values")
         counts[id(value)] = total
         return total
 
@@ -560,17 +562,17 @@ def tree_at(fd: int, path: Path, start: int, size: int, where: str) -> Any:
     records = zip_records(fd, where, start, size)
     pickles = [name for name in records if name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise ConfigError(f"{where}: a zip file without one data.pkl: not one that torch.save wrote")
+        raise ConfigError(f"{where}: a zip file without exactly one data.pkl: not written by torch.save")
     folder = pickles[0].removesuffix("data.pkl")
     if f"{folder}constants.pkl" in records:
-        raise ConfigError(f"{where}: a TorchScript program, and not weights")
+        raise ConfigError(f"{where}: a TorchScript program, not weights")
     data, byte_order = records[pickles[0]], records.get(f"{folder}byteorder")
     if byte_order and os.pread(fd, byte_order.num_bytes, byte_order.start) != sys.byteorder.encode():
-        raise ConfigError(f"{where}: written by a machine of another byte order")
+        raise ConfigError(f"{where}: written by a machine with a different byte order")
     if data.num_bytes > MAX_BYTES:
         raise ConfigError(f"{where}: its pickle has {data.num_bytes:,} bytes, more than {MAX_BYTES:,}")
 
-    def storage_of(named: Any) -> StoredStorage:
+    def find_storage(named: Any) -> StoredStorage:
         """Look up `named`: ("storage", class, key, device, number of elements)."""
         if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
             raise Refused("names a storage in a way that torch.save does not")
@@ -587,7 +589,7 @@ def tree_at(fd: int, path: Path, start: int, size: int, where: str) -> Any:
             raise Refused(f"has {num_bytes:,} bytes in the storage data/{shown(key)} of {record.num_bytes:,}")
         return StoredStorage(path, record.start, num_bytes, dtype)
 
-    return interpret(os.pread(fd, data.num_bytes, data.start), where, storage_of)
+    return interpret(os.pread(fd, data.num_bytes, data.start), where, find_storage)
 
 
 # ---- files -------------------------------------------------------------------------------------------------

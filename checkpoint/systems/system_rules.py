@@ -9,7 +9,7 @@ from typing import Any
 
 from checkpoint.disk.tensors_by_name import NamedTensors
 from checkpoint.hf.families.family import Family
-from checkpoint.hf.rules import NotedKeys, UnlikeFamily, read_parts
+from checkpoint.hf.rules import FamilyError, TrackedKeys, read_parts
 from checkpoint.hf.tensors import VOCAB_KEYS
 from checkpoint.systems.composed import first_rows
 from config import ConfigError, ModelConfig
@@ -24,15 +24,15 @@ def read_model(
     Raises ConfigError, beginning with `where`, for an arg that no rule reads, or whose value our model cannot
     express.
     """
-    keys = NotedKeys({**family.defaults, **args})
+    keys = TrackedKeys({**family.defaults, **args})
     try:
         fields = read_parts(family.rules, keys)
-    except UnlikeFamily as error:
+    except FamilyError as error:
         raise ConfigError(f"{where}: {error}") from None
     unread = [key for key in args if key not in keys.asked]
     if unread and is_whole:
-        raise ConfigError(f"{where}: {unread[0]}: nothing here reads this arg of {family.model_type}, so the "
-                          "model may be another one; convert it to a Hugging Face folder")
+        raise ConfigError(f"{where}: {unread[0]}: this arg is unknown for {family.model_type}, so the "
+                          "model may be a different one; convert it to a Hugging Face folder")
     return build_tree(ModelConfig, fields, f"{where}: model.")
 
 
@@ -55,7 +55,7 @@ def cut_vocabulary(
     if rows is None or ids is None or ids == rows or -(-ids // multiple) * multiple != rows:
         return model, tensors, ()
     names = {*(family.tensors[key] for key in VOCAB_KEYS), *family.copies(model)} & tensors.tensors.keys()
-    note = f"the last {rows - ids:,} of {rows:,} rows of the vocabulary there only pad it; they are left out"
+    note = f"the last {rows - ids:,} of {rows:,} rows of the vocabulary there are padding and are skipped"
     return replace(model, vocab=ids), first_rows(tensors, dict.fromkeys(names, ids)), (note,)
 
 

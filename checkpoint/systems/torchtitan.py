@@ -144,7 +144,7 @@ def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
     model that its counterpart cannot express.
     """
     tensors = with_todays_names(open_dcp(folder))
-    titan = model_of(tensors.tensors)
+    titan = detect_model(tensors.tensors)
     known = {NUMBER.sub("N", name.format(layer=0)) for name in titan.tensors.values()}
     unknown = Counter(name for full in tensors.tensors if (name := NUMBER.sub("N", full)) not in known)
     if unknown or "tok_embeddings.weight" not in tensors.tensors:
@@ -152,7 +152,7 @@ def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
         more = f" and {len(said) - MAX_NAMED:,} more" if len(said) > MAX_NAMED else ""
         found = f"{', '.join(said[:MAX_NAMED])}{more}: no weights of" if said else "holds no embedding of"
         raise ConfigError(f"{folder}: {found} torchtitan's {titan.name} (Llama 3, Qwen3 and DeepSeek-V3 are "
-                          "read); convert it to a Hugging Face folder")
+                          "supported); convert it to a Hugging Face folder")
     for name, info in tensors.tensors.items():
         dims = 3 if STACK.search(name) else 1 if VECTOR.search(name) else 2
         check_dims(name, info.shape, dims, str(folder))
@@ -161,7 +161,8 @@ def open_torchtitan(folder: Path, run: ModelConfig) -> ForeignIndex:
     model = model_there(titan, run, tensors)
     if titan is LLAMA and not model.mixer.rope.pairs:
         tensors = with_halves(tensors, head_dim(model))
-    note = f"{folder} does not say its model: what shapes do not show (RoPE, epsilons) is taken from this run"
+    note = (f"{folder} does not describe its model: what shapes do not show (RoPE, epsilons) is taken from "
+            "this run")
     return foreign_index(folder, titan.family(), model, tensors, notes=(note,))
 
 
@@ -175,12 +176,12 @@ def with_todays_names(tensors: NamedTensors) -> NamedTensors:
         if NO_WEIGHT.fullmatch(name):
             continue
         if name in names:
-            raise ConfigError(f"{tensors.where}: {names[name]} and {stored} are one tensor; which counts?")
+            raise ConfigError(f"{tensors.where}: {names[name]} and {stored} are the same tensor; keep one")
         names[name] = stored
     return renamed(tensors, names)
 
 
-def model_of(names: Iterable[str]) -> TitanModel:
+def detect_model(names: Iterable[str]) -> TitanModel:
     """Return the model that has tensors of these names."""
     parts = {name.split(".", 2)[2] for name in names if name.startswith("layers.") and name.count(".") > 1}
     if any(part.startswith("attention.wkv_a.") for part in parts):
@@ -227,12 +228,12 @@ def model_there(titan: TitanModel, run: ModelConfig, tensors: NamedTensors) -> M
 
 def of_any_layer(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Return {name in a layer: shape in the last layer that has it}."""
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         if name.startswith("layers."):
             _, _, name_in_layer = name.split(".", 2)
-            found[name_in_layer] = shape
-    return found
+            result[name_in_layer] = shape
+    return result
 
 
 def attention_there(run: ModelConfig, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -42,4 +42,4 @@ from config.reading.parse import (
     parse_value,
     sections,
 )
-from config.reading.phases import Phase, Phases, phases_of, span_of
+from config.reading.phases import Phase, Phases, get_phases, shuffle_span

@@ -116,15 +116,15 @@ def current_rows(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> l
 
     A row that changes RoPE scaling gets the whole part, because there may be none before it.
     """
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for row in rows:
         old = {**old, **{key.removeprefix("model."): value for key, value in row.items()}}
         current = {renamed(key, NAMES_OF_PARTS): value for key, value in row.items()}
         of_scaling = [key for key in current if key.startswith(f"{SCALING}.")]
         if of_scaling:
             current[SCALING] = current_rope(old)["scaling"]
-        found.append({key: value for key, value in current.items() if key not in of_scaling})
-    return found
+        results.append({key: value for key, value in current.items() if key not in of_scaling})
+    return results
 
 
 def current_model(old: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,15 +189,15 @@ def with_experts_in_mlp(old: Mapping[str, Any]) -> dict[str, Any]:
 def rows_of_experts(rows: Iterable[Mapping[str, Any]], old: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Convert the rows of train.phases. A row that changes the capacity gets the whole part: there may be
     none before it."""
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for row in rows:
         old = {**old, **{key.removeprefix("model."): value for key, value in row.items()}}
         moved = {key for key in row if key.removeprefix("model.") in CAPACITY}
         current = {renamed(key, NAMES_OF_EXPERTS): row[key] for key in row if key not in moved}
         if moved:
             current["model.mlp.capacity"] = capacity_part(old)
-        found.append(current)
-    return found
+        results.append(current)
+    return results
 
 
 def with_gate(mixer: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from config.pattern import MOST_LAYERS, PLAIN, BlockVariant, kinds_of_layers, pattern_text, with_dense_layers
+from config.pattern import MAX_LAYERS, PLAIN, BlockVariant, kinds_of_layers, pattern_text, with_dense_layers
 from config.reading.kinds import stated_leaves
 from config.schema import ChannelMixer, ModelConfig, NoPart, layer_kinds, layer_model
 from config.strict import ConfigError
@@ -122,8 +122,8 @@ def from_flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
     # layers with experts
     layers = values.get("layers", ModelConfig.layers)
-    if layers != int(layers) or not 0 < layers <= MOST_LAYERS:
-        raise ConfigError(f"model.layers: {layers} must be a whole number from 1 to {MOST_LAYERS:,}")
+    if layers != int(layers) or not 0 < layers <= MAX_LAYERS:
+        raise ConfigError(f"model.layers: {layers} must be a whole number from 1 to {MAX_LAYERS:,}")
     layers = int(layers)
     kinds = kinds_of_layers(values.get("pattern"), tuple(blocks), layers)
     without = {name for name, changes in blocks.items() if has_no_mlp(changes)}
@@ -263,7 +263,7 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
         return FlatModel(**{**values, "mlp": next(iter(dense), NoPart())}), tuple(lost)
 
     # layers with experts
-    limits = [limits_of(mlp) for mlp in mlps]
+    limits = [get_limits(mlp) for mlp in mlps]
     experts, mlps = without_limits(experts), [without_limits(mlp) for mlp in mlps]
     dense = {without_limits(mlp) for mlp in dense}
     stated = (f"mlp.{path}" for path in stated_leaves(experts))
@@ -294,7 +294,7 @@ def flat_model(model: ModelConfig) -> tuple[FlatModel, tuple[str, ...]]:
     return FlatModel(**values, first_dense=first_dense, moe_every=moe_every), tuple(lost)
 
 
-def limits_of(mlp: ChannelMixer) -> tuple[float | None, float | None]:
+def get_limits(mlp: ChannelMixer) -> tuple[float | None, float | None]:
     """Return (limit of the MLP or of the routed experts, limit of the shared experts)."""
     return getattr(mlp, "limit", None), getattr(getattr(mlp, "shared", None), "limit", None)
 
@@ -331,10 +331,10 @@ def kinds_without_dense(
         first_of.setdefault((layers[layer].mixer, layers[layer].norm, is_alone[layer]), name)
     kinds = [first_of[(like.mixer, like.norm, alone)] for like, alone in zip(layers, is_alone)]
 
-    found: list[BlockVariant] = []
+    results: list[BlockVariant] = []
     for name, alone in dict(zip(kinds, is_alone)).items():
         if name == PLAIN:
             continue
         own = [change for change in changes.get(name, ()) if change[0].partition(".")[0] != "mlp"]
-        found.append(BlockVariant(name, (*own, *[("mlp", NoPart())] * alone)))
-    return tuple(found), kinds
+        results.append(BlockVariant(name, (*own, *[("mlp", NoPart())] * alone)))
+    return tuple(results), kinds

@@ -8,7 +8,7 @@ import typing
 from typing import Any
 
 from config.schema import ChannelMixer, NoPart, NormConfig, TokenMixer
-from config.tree import hints_of, kind_of, leaves
+from config.tree import field_types, get_kind, leaves
 from model.block import MIXERS, MLPS
 from model.norm import NORMS
 
@@ -34,7 +34,7 @@ def parts_at(cls: type, path: str) -> tuple[type, ...]:
     """Return the dataclasses that a config of this type may have at a path, or () for a plain key."""
     parts: tuple[type, ...] = (cls,)
     for name in path.split(".") if path else ():
-        hints = [hints_of(part)[name] for part in parts if name in hints_of(part)]
+        hints = [field_types(part)[name] for part in parts if name in field_types(part)]
         parts = tuple(dict.fromkeys(part for hint in hints for part in part_types(hint)))
     return parts
 
@@ -43,7 +43,7 @@ def every_path(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
     """Return {path: (dataclass that has the key, its name)} for every key that some config may have, and
     every part that may be none. A path shared by several kinds of a part is listed once."""
     found: dict[str, tuple[type, str]] = {}
-    for name, hint in hints_of(cls).items():
+    for name, hint in field_types(cls).items():
         parts = part_types(hint)
         if not parts or type(None) in members_of(hint):
             found[prefix + name] = cls, name
@@ -57,17 +57,17 @@ def stated_leaves(node: Any, prefix: str = "") -> list[str]:
 
     Includes `kind` for a part that is not of the first kind, and all keys of a part that is none by default.
     """
-    found: list[str] = []
+    results: list[str] = []
     for field in dataclasses.fields(node):
         value, default = getattr(node, field.name), field.default
         path = prefix + field.name
         if not dataclasses.is_dataclass(value):
-            found += [path] if value != default else []
+            results += [path] if value != default else []
             continue
         if default is None:
-            found += [inner for inner, _ in leaves(value, f"{path}.")]
+            results += [inner for inner, _ in leaves(value, f"{path}.")]
             continue
-        kinds = [kind_of(part) for part in part_types(hints_of(type(node))[field.name])]
-        found += [f"{path}.kind"] if kind_of(type(value)) != kinds[0] else []
-        found += stated_leaves(value, f"{path}.")
-    return found
+        kinds = [get_kind(part) for part in part_types(field_types(type(node))[field.name])]
+        results += [f"{path}.kind"] if get_kind(type(value)) != kinds[0] else []
+        results += stated_leaves(value, f"{path}.")
+    return results

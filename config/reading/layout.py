@@ -8,7 +8,7 @@ from config.tree import with_values
 from model.router import mixture
 
 
-class AskedLayout(NamedTuple):
+class RequestedLayout(NamedTuple):
     """Requested degrees, and the number of the job's ranks per node.
 
     If only one of tp and pp is given, the other follows. Without both, tp is the largest degree that divides
@@ -19,7 +19,7 @@ class AskedLayout(NamedTuple):
     on_node: int = 1
 
 
-def layout_of_weights(cfg: Config, world: int, layout: AskedLayout) -> Config:
+def layout_of_weights(cfg: Config, world: int, layout: RequestedLayout) -> Config:
     """Return the config with a layout in which `world` ranks hold one model together. Raises ConfigError
     if they cannot."""
     tp, pp, on_node = layout
@@ -31,11 +31,12 @@ def layout_of_weights(cfg: Config, world: int, layout: AskedLayout) -> Config:
         if tp * pp != world:
             plural = "s" if world > 1 else ""
             raise ConfigError(
-                f"parallel.tp*pp = {tp}*{pp} = {tp * pp} on {world} rank{plural}: each rank holds another "
-                f"part of the model; start {tp * pp} ranks, or choose degrees whose product is {world}"
+                f"parallel.tp*pp = {tp}*{pp} = {tp * pp} on {world} rank{plural}: each rank holds a "
+                f"different part of the model; start {tp * pp} ranks, or choose degrees whose product is "
+                f"{world}"
             )
         asked = with_degrees(cfg, tp, pp)
-        problem = problem_of(asked, world)
+        problem = find_problem(asked, world)
         if problem is not None:
             raise ConfigError(problem)
         return asked
@@ -56,7 +57,7 @@ def default_layout(cfg: Config, world: int, on_node: int) -> Config | None:
     """Return the layout with the largest possible tp, or None."""
     for tp in reversed(divisors(math.gcd(world, on_node))):
         candidate = with_degrees(cfg, tp, world // tp)
-        if problem_of(candidate, world) is None:
+        if find_problem(candidate, world) is None:
             return candidate
     return None
 
@@ -72,7 +73,7 @@ def with_degrees(cfg: Config, tp: int, pp: int) -> Config:
     return with_values(cfg, {"parallel": ParallelConfig(tp=tp, pp=pp, ep=ep, etp=etp)})
 
 
-def problem_of(cfg: Config, world: int) -> str | None:
+def find_problem(cfg: Config, world: int) -> str | None:
     """Return why the ranks cannot hold a model in this layout, or None."""
     divisible = with_values(cfg, {"train.seq_len": cfg.parallel.tp})  # tokens are padded as needed
     for rules in RULES_OF_WEIGHTS:

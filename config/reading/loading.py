@@ -18,7 +18,7 @@ from config.reading.parse import (
     nested,
     shipped_configs,
 )
-from config.reading.phases import phases_of, phases_text, where_stated
+from config.reading.phases import get_phases, phases_text, where_stated
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
 from config.tree import plain_data
@@ -161,7 +161,7 @@ def from_tree(tree: Tree, name: str | None = None) -> Config:
     given = train["phases"]
     text = phases_text(given)
     cfg = build_tree(Config, {**tree, "train": {**train, "phases": text}})
-    phases_of(cfg, where_stated(given))  # raises if they are out of order
+    get_phases(cfg, where_stated(given))  # raises if they are out of order
     return cfg
 
 

@@ -20,7 +20,7 @@ from config.reading.earlier import NEW_NAMES
 from config.reading.kinds import every_path, members_of, part_types, parts_at
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
-from config.tree import field_names, hints_of, kind_of, plain_data
+from config.tree import field_names, field_types, get_kind, plain_data
 
 Section = TypeVar("Section")  # a dataclass of the tree
 CONFIG_FOLDER = pathlib.Path(__file__).parent.parent.parent / "configs"
@@ -38,7 +38,7 @@ def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") ->
     `prefix` is the dotted path of the dataclass with a trailing dot, or "" for the whole config.
     Raises ConfigError, naming the dotted key, if a key is unknown or a value has the wrong type.
     """
-    hints = hints_of(cls)
+    hints = field_types(cls)
     if not isinstance(data, dict):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}: expected keys and values, got {data!r}")
     data = nested(data, prefix)
@@ -50,9 +50,9 @@ def build_tree(cls: type[Section], data: Mapping[str, Any], prefix: str = "") ->
         if is_needed and field.name not in data and part_types(hints[field.name]):
             data[field.name] = {}  # a part of the first kind
         elif is_needed and field.name not in data:
-            part = kind_of(cls) or prefix.rstrip(".").rpartition(".")[2]
-            raise ConfigError(f"{prefix}{field.name}: missing, and {part} has no value of it that fits all "
-                              "models; set it")
+            part = get_kind(cls) or prefix.rstrip(".").rpartition(".")[2]
+            raise ConfigError(f"{prefix}{field.name}: missing, and {part} has no default for it that fits "
+                              "all models; set it")
     kinds = data.pop("blocks", None) if cls is ModelConfig else None
     node = cls(**{key: parse_value(hints[key], value, prefix + key) for key, value in data.items()})
     if not kinds:
@@ -86,7 +86,7 @@ def parse_block(model: ModelConfig, name: str, tree: Any, prefix: str) -> tuple[
     """Return the changes of one kind of block as (path, value). Raises ConfigError."""
     where = prefix.rstrip(".")
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name) or name in (PLAIN, "x"):
-        raise ConfigError(f"{where}: {name!r} does not do as the name of a kind of block; take another")
+        raise ConfigError(f"{where}: {name!r} cannot be the name of a kind of block; choose another")
     if not isinstance(tree, dict):
         raise ConfigError(f"{where}: expected keys and values, got {tree!r}")
     changes: dict[str, Any] = {}
@@ -95,8 +95,8 @@ def parse_block(model: ModelConfig, name: str, tree: Any, prefix: str) -> tuple[
             raise ConfigError(f"{prefix}{part}: no such key; a kind of block has {', '.join(BLOCK_PARTS)}")
         own = getattr(model, part)
         merged = merge({part: plain_data(own)}, {part: given}, ModelConfig)[part]
-        value = parse_value(hints_of(ModelConfig)[part], merged, prefix + part)
-        changes |= changes_to(own, value, part_tree(hints_of(ModelConfig)[part], given), part)
+        value = parse_value(field_types(ModelConfig)[part], merged, prefix + part)
+        changes |= changes_to(own, value, part_tree(field_types(ModelConfig)[part], given), part)
     return tuple(changes.items())
 
 
@@ -126,23 +126,23 @@ def nested(tree: Mapping[str, Any], prefix: str = "") -> Tree:
         both = [{"kind": each} if isinstance(each, str) and each not in NONE else each
                 for each in (inner[name], new)]
         if not all(isinstance(each, dict) for each in both) or both[0].keys() & both[1].keys():
-            raise ConfigError(f"{prefix}{path}: stands twice; keep one")
+            raise ConfigError(f"{prefix}{path}: is given twice; keep one")
         inner[name] = both[0] | both[1]
     return inner
 
 
 def sections() -> dict[str, type[Any]]:
     """Return {section name: its dataclass}."""
-    return hints_of(Config)
+    return field_types(Config)
 
 
 def nearest_key(cls: type[Any], prefix: str, key: str) -> str:
     """Return the end of an error about an unknown key: the probable key, or the keys that exist."""
     others = every_path(Config)
     part = prefix.rstrip(".")
-    owners = [kind_of(other) for other in parts_at(Config, part) if key in field_names(other)]
+    owners = [get_kind(other) for other in parts_at(Config, part) if key in field_names(other)]
     if owners:
-        return f" of {kind_of(cls)}; it belongs to {part}.kind {owners[0]}"
+        return f" of {get_kind(cls)}; it belongs to {part}.kind {owners[0]}"
     new_name = NEW_NAMES.get(prefix + key) or NEW_NAMES.get(f"model.{key}")
     if new_name and new_name != prefix + key:
         return f"; it is {new_name} now"
@@ -197,7 +197,7 @@ def parse_key(path: str, value: Any, name: str) -> Any:
         missing = nearest_key(section_type or Config, f"{section}." if section_type else "", key or path)
         raise ConfigError(f"{name}: no such key{missing}")
     owner, key = found
-    return parse_value(hints_of(owner)[key], value, name)
+    return parse_value(field_types(owner)[key], value, name)
 
 
 def parse_part(hint: Any, value: Any, path: str) -> Any:
@@ -208,9 +208,9 @@ def parse_part(hint: Any, value: Any, path: str) -> Any:
     is_empty_section = value is None and path in sections()
     data = part_tree(hint, {} if is_empty_section else value)
     if not isinstance(data, dict) and path in NEW_NAMES:
-        raise ConfigError(f"{path}: has keys of its own now; write {NEW_NAMES[path]} {data}")
+        raise ConfigError(f"{path}: now has its own keys; write {NEW_NAMES[path]} {data}")
     if not isinstance(data, dict):
-        names = [kind for kind in map(kind_of, part_types(hint)) if kind]
+        names = [kind for kind in map(get_kind, part_types(hint)) if kind]
         known = f", or one of {', '.join(names)}" if names else ""
         raise ConfigError(f"{path}: expected keys and values{known}, got {data!r}")
     return build_tree(part_type(hint, data, path), data, path + ".")
@@ -219,13 +219,13 @@ def parse_part(hint: Any, value: Any, path: str) -> Any:
 def part_tree(hint: Any, value: Any) -> Any:
     """Expand the name of a kind to keys and values: latent -> {"kind": "latent"}. Other values are
     unchanged."""
-    is_kind = isinstance(value, str) and value in map(kind_of, part_types(hint))
+    is_kind = isinstance(value, str) and value in map(get_kind, part_types(hint))
     return {"kind": value} if is_kind else value
 
 
 def part_type(hint: Any, data: Tree, path: str) -> type[Any]:
     """Return the dataclass for the kind of part in the data. Raises ConfigError."""
-    kinds = {kind_of(part): part for part in part_types(hint)}
+    kinds = {get_kind(part): part for part in part_types(hint)}
     if len(kinds) == 1:
         return next(iter(kinds.values()))
     default = None if type(None) in members_of(hint) else next(iter(kinds))
@@ -289,7 +289,7 @@ def parse_floats(value: Any, path: str) -> tuple[float, ...]:
     """Parse a list of numbers, comma-separated on a command line."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not parts:
-        raise ConfigError(f"{path}: expected numbers, as 1.0, 1.5, 2.0, got {value!r}")
+        raise ConfigError(f"{path}: expected numbers, such as 1.0, 1.5, 2.0, got {value!r}")
     return tuple(parse_float(part, path) for part in parts)
 
 
@@ -320,7 +320,7 @@ def merge(base: Tree, over: Tree, cls: type[Any] | None = Config) -> Tree:
     If `over` sets one of train.steps, train.tokens and train.flops, the other two are dropped from `base`. If
     it changes the kind of a part, only keys that both kinds have are kept from `base`.
     """
-    hints = hints_of(cls) if cls else {}
+    hints = field_types(cls) if cls else {}
     merged = nested(base)
     for key, value in nested(over).items():
         hint = hints.get(key)
@@ -333,9 +333,9 @@ def merge(base: Tree, over: Tree, cls: type[Any] | None = Config) -> Tree:
         inner = None
         kinds = part_types(hint)
         if kinds:
-            known = {kind_of(part): part for part in kinds}
+            known = {get_kind(part): part for part in kinds}
             inner = known.get(value.get("kind", below.get("kind")), kinds[0])
-        if inner and "kind" in value and value["kind"] != below.get("kind", kind_of(kinds[0])):
+        if inner and "kind" in value and value["kind"] != below.get("kind", get_kind(kinds[0])):
             below = {name: kept for name, kept in nested(below).items() if name in field_names(inner)}
         merged[key] = merge(below, value, inner)
     return merged

@@ -102,7 +102,7 @@ class Phases:
         following = self.after(phase)
         return steps if following is None else min(steps, following.steps_before)
 
-    def schedule_of(self, step: int) -> Phase:
+    def get_schedule(self, step: int) -> Phase:
         """Return the phase in which the learning rate schedule of a step begins."""
         here = self.of_step(step).number
         return next(phase for phase in reversed(self.all[:here]) if phase.begins_schedule)
@@ -210,7 +210,7 @@ def check_changeable(path: str, name: str) -> None:
 
 # ---- derived values ----------------------------------------------------------------------------------------
 
-def phases_of(cfg: Config, where: str = "train.phases") -> Phases:
+def get_phases(cfg: Config, where: str = "train.phases") -> Phases:
     """Return the phases of a run. `where` names their source in messages.
 
     Raises ConfigError if a phase does not begin after the one before it, or has a sequence length that does
@@ -244,7 +244,7 @@ def next_phase(before: Phase, row: Tree, where: str) -> Phase:
         raise ConfigError(
             f"{where}: phase {number}: {start}: {row[start]:,} is not after the beginning of phase "
             f"{before.number} (step {before.steps_before:,}, {before.tokens_before:,} tokens); list the "
-            "phases in their order"
+            "phases in order"
         )
     changes = tuple(key for key in row if key not in STARTS)
     for key in changes:
@@ -288,13 +288,13 @@ def with_values_from(cfg: Config, number: int, values: Tree) -> Config:
 
 def with_next_layout(cfg: Config, number: int) -> Config:
     """Return the config of a run in which a phase takes the layout and micro-batch of the next one."""
-    here, following = phases_of(cfg).all[number - 1:number + 1]
+    here, following = get_phases(cfg).all[number - 1:number + 1]
     values = {path: value for path, value in differing_keys(here.cfg, following.cfg).items()
               if path.startswith(LAYOUT)}
     return with_values_from(cfg, number, values)
 
 
-def span_of(phases: Phases, phase: Phase) -> int:
+def shuffle_span(phases: Phases, phase: Phase) -> int:
     """Return how many tokens stay together when a phase shuffles samples (data.span); one sample with
     data.pack best_fit."""
     if phases.whole.data.pack == "best_fit":
@@ -305,11 +305,11 @@ def span_of(phases: Phases, phase: Phase) -> int:
 
 def check_span(phases: Phases, phase: Phase) -> None:
     """Raise ConfigError if the sequences of a phase do not evenly fill its span."""
-    seq_len, span = phase.cfg.train.seq_len, span_of(phases, phase)
+    seq_len, span = phase.cfg.train.seq_len, shuffle_span(phases, phase)
     if span % seq_len:
         raise ConfigError(
             f"train.seq_len: {seq_len} does not divide {span}, the tokens that stay together when samples "
-            "are shuffled (data.span, or the longest train.seq_len of all phases); take a divisor, or "
+            "are shuffled (data.span, or the longest train.seq_len of all phases); use a divisor, or "
             "another data.span"
         )
 
@@ -368,7 +368,7 @@ def same_plan(old: Config, new: Config, free: tuple[str, ...] = ()) -> bool:
     plans: list[list[tuple[int, Tree]]] = []
     for cfg in (old, new):
         plans.append([])
-        for before, phase in itertools.pairwise(phases_of(cfg).all):
+        for before, phase in itertools.pairwise(get_phases(cfg).all):
             changes = {path: value for path, value in real_changes(before, phase).items()
                        if not path.startswith(free)}
             if changes:
@@ -397,7 +397,7 @@ def first_difference(old: Phases, new: Phases, step: int) -> Difference | None:
     stated = {path for phase in later for path in phase.changes if not path.startswith(FREE_IN_PAST)}
     for before in sorted({phase.steps_before for phases in begun for phase in phases}):
         left, right = (plan.of_step(before + 1) for plan in (old, new))
-        pairs: dict[str, tuple[Any, Any]] = {"data.span": (span_of(old, left), span_of(new, right))}
+        pairs: dict[str, tuple[Any, Any]] = {"data.span": (shuffle_span(old, left), shuffle_span(new, right))}
         if "data.path" in stated:  # otherwise the checkpoint's data is compared
             pairs["data.path"] = (left.cfg.data.path, right.cfg.data.path)
         if max(left.number, right.number) > 1:  # otherwise the runs' settings are compared
@@ -434,7 +434,7 @@ def open_difference(old: Phases, new: Phases, step: int) -> Difference | None:
     read before its sequence length changes or the blend drops it.
     """
     here = [plan.of_step(step) for plan in (old, new)]
-    if span_of(new, here[1]) <= here[1].cfg.train.seq_len:
+    if shuffle_span(new, here[1]) <= here[1].cfg.train.seq_len:
         return None
     ends: list[tuple[int | None, Any]] = []  # (step, what is read from then on)
     for plan, phase in zip((old, new), here):
@@ -448,7 +448,7 @@ def open_difference(old: Phases, new: Phases, step: int) -> Difference | None:
     if ends[0] != ends[1]:
         words = [f"after step {end:,} (to {what})" if end else "never" for end, what in ends]
         number = max(phase.number for phase in here)
-        return Difference(number, "another length or blend comes", step + 1, words[0], words[1])
+        return Difference(number, "the length or blend changes", step + 1, words[0], words[1])
     last = ends[0][0] or step
     starts = {phase.steps_before for plan in (old, new) for phase in plan.all}
     for before in sorted({step, *(start for start in starts if step < start < last)}):
@@ -462,10 +462,10 @@ def open_difference(old: Phases, new: Phases, step: int) -> Difference | None:
     return None
 
 
-def horizon_of(cfg: Config) -> int | None:
+def get_horizon(cfg: Config) -> int | None:
     """Return the steps of a run that states steps or tokens, or None if it states FLOPs."""
     train = cfg.train
-    return phases_of(cfg).steps_to_see(train.tokens) if train.tokens else train.steps
+    return get_phases(cfg).steps_to_see(train.tokens) if train.tokens else train.steps
 
 
 def check_same_schedule(
@@ -478,14 +478,14 @@ def check_same_schedule(
     optim.decay_steps is intentional. Raises ConfigError if instead a change of phases moves the end, and so
     the rates of the next steps.
     """
-    schedule = new.schedule_of(step)
-    ends = [phases.schedule_end(phases.schedule_of(step)) for phases in (old, new)]
+    schedule = new.get_schedule(step)
+    ends = [phases.schedule_end(phases.get_schedule(step)) for phases in (old, new)]
     old_end, new_end = (end or horizon for end, horizon in zip(ends, horizons))
     if schedule.cfg.optim.decay_steps is not None or ends == [None, None] or old_end == new_end:
         return old_end == new_end
     place = "" if schedule.number == 1 else f" in phase {schedule.number}"
     raise ConfigError(
-        f"train.phases: {where} is at step {step:,}, in a schedule of learning rates that ends at step "
+        f"train.phases: {where} is at step {step:,}, in a learning-rate schedule that ends at step "
         f"{old_end:,}, and with these phases it would end at step {new_end:,}; set optim.decay_steps "
         f"{old_end}{place} to keep its rates, or {new_end} to change them"
     )
@@ -502,8 +502,8 @@ def check_same_past(old: Phases, new: Phases, step: int, where: str) -> list[str
         what, there, here = difference.what, difference.there, difference.here
         remedy = "set it back; phases after that step may change"
         if what == "data.span" and there < here:
-            remedy = (f"set --data.span {there}: sources that go on with longer sequences then begin a new "
-                      "epoch")
+            remedy = (f"set --data.span {there}: sources that continue with longer sequences then begin a "
+                      "new epoch")
         raise ConfigError(
             f"train.phases: {where} is at step {step:,}, with phase {difference.phase}: {what} {there}, not "
             f"{here} (from step {difference.first:,} on); {remedy}"

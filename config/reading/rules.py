@@ -21,7 +21,7 @@ from config import (
     profiled_steps,
 )
 from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
-from config.optimizers import in_words, optimizers_that
+from config.optimizers import optimizers_that, to_text
 from config.reading.function import (
     BY_TEXT,
     FUNCTION_KEYS,
@@ -34,7 +34,7 @@ from config.reading.function import (
 from config.reading.kinds import every_path
 from config.reading.loading import nearest_key
 from config.reading.parse import HORIZONS, sections
-from config.reading.phases import phases_of
+from config.reading.phases import get_phases
 from config.rule import Rule, nearby_multiples
 from config.schema import NoPart
 from config.tree import is_below, ranged_values
@@ -68,19 +68,19 @@ def validate(cfg: Config, world: int = 1) -> Rule | None:
 def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check value intervals: those of the types, and a few others."""
     for path, value, range_ in ranged_values(cfg):
-        yield Rule(value is None or range_.holds(value), f"{path}: {value} {range_.must}")
+        yield Rule(value is None or range_.holds(value), f"{path}: {value} {range_.message}")
 
     optim, scale = cfg.optim, cfg.train.loss_scale
     yield Rule(
         1 <= scale <= MAX_LOSS_SCALE and math.frexp(scale)[0] == 0.5,
         f"train.loss_scale: {scale:g} must be a power of two from 1 to {MAX_LOSS_SCALE:.0f}, "
-        "so that scaling is exact; take 65536")
+        "so that scaling is exact; use 65536")
     yield Rule(
         0 < optim.decay_fraction <= 1,
         f"optim.decay_fraction: {optim.decay_fraction} must lie in (0, 1]")
     yield Rule(
         cfg.train.ema is None or 0 < cfg.train.ema < 1,
-        f"train.ema: {cfg.train.ema} must lie in (0, 1), as 0.999: what a step keeps of the average")
+        f"train.ema: {cfg.train.ema} must lie in (0, 1), such as 0.999: what a step keeps of the average")
     yield Rule(
         optim.min_lr is None or optim.min_lr <= optim.lr,
         f"optim.min_lr: {optim.min_lr} must lie in [0, optim.lr = {optim.lr}]")
@@ -97,7 +97,7 @@ def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "model.mlp.kind: none, and so is model.mixer.kind; a block has one of them, or both")
     yield Rule(
         model.residual != "parallel" or not absent,
-        f"model.residual: parallel, and model.{''.join(absent[:1])}.kind is none; take sequential")
+        f"model.residual: parallel, and model.{''.join(absent[:1])}.kind is none; use sequential")
 
 
 def mixer_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -118,7 +118,7 @@ def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         not model.mup or not why_no_mup,
         f"optim.name: {optimizer} does not support muP (model.mup): {why_no_mup}; "
-        f"take {in_words(with_mup, 'or')}")
+        f"use {to_text(with_mup, 'or')}")
     yield Rule(
         model.positions != "learned" or seq_len <= model.context,
         f"train.seq_len: {seq_len} is longer than the {model.context} learned positions (model.context); "
@@ -183,7 +183,7 @@ def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
         train.flops is None,
         "train.flops: the FLOPs of a token differ from phase to phase (train.phases); give train.steps or "
         "train.tokens")
-    phases = phases_of(cfg).all
+    phases = get_phases(cfg).all
     for phase in phases[1:]:
         for key, (old, new) in differences(phases[0].cfg.model, phase.cfg.model).items():
             yield Rule(
@@ -263,7 +263,7 @@ def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
         yield Rule(
             cp == 1 or parallel.cp_kind == "ring" or heads % (tp * cp) == 0,
             f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {tp}*{cp} does not divide "
-            f"model.mixer.{name}={heads}; take ring, or another degree",
+            f"model.mixer.{name}={heads}; use ring, or another degree",
             "parallel.cp", divisors(heads))
 
 
@@ -303,7 +303,7 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         not isinstance(model.mlp, ExpertsConfig) or parallel.etp == 1 or recipe == "blockwise",
         f"parallel.etp: {parallel.etp} ranks share an expert, and a {recipe} scale would cover all of them; "
-        "take train.fp8 blockwise, or parallel.ep")
+        "use train.fp8 blockwise, or parallel.ep")
     kv = model.mixer.heads_over_tp().get("kv_heads", parallel.tp)
     yield Rule(
         kv % parallel.tp == 0,
@@ -445,7 +445,7 @@ def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check offload and bf16 states, which not every optimizer supports."""
     optim, offload = cfg.optim, cfg.parallel.offload
     spec = OPTIMIZERS[optim.name]
-    with_offload = in_words(optimizers_that(lambda spec: spec.supports_offload))
+    with_offload = to_text(optimizers_that(lambda spec: spec.supports_offload))
     with_bf16 = optimizers_that(lambda spec: spec.supports_bf16_states)
     yield Rule(
         spec.supports_offload or offload not in ("optimizer", "both"),
@@ -453,8 +453,8 @@ def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"{optim.name}; use none or activations")
     yield Rule(
         optim.states == "fp32" or spec.supports_bf16_states,
-        f"optim.states: only {in_words(with_bf16)} rounds bf16 states stochastically, and rounding to "
-        f"nearest would lose small updates of optim.name={optim.name}; take {in_words(with_bf16, 'or')}, "
+        f"optim.states: only {to_text(with_bf16)} rounds bf16 states stochastically, and rounding to "
+        f"nearest would lose small updates of optim.name={optim.name}; use {to_text(with_bf16, 'or')}, "
         "or optim.states fp32")
 
 
@@ -465,12 +465,12 @@ def spike_rules(cfg: Config, world: int) -> Iterator[Rule]:
         optim.spike_window >= 2,
         f"optim.spike_window: {optim.spike_window} steps have no deviation; it must be at least 2")
     obstacles = {
-        "optim.spike_sigma none, which finds no spikes: set it (OLMo takes 6)": optim.spike_sigma is None,
-        "train.ramp, under which steps read batches of other sizes: leave one of them out":
+        "optim.spike_sigma none, which detects no spikes: set it (OLMo uses 6)": optim.spike_sigma is None,
+        "train.ramp, whose steps differ in batch size: leave one of them out":
             cfg.train.ramp is not None,
-        "train.phases, whose data begins at a step of its own: leave one of them out":
+        "train.phases, whose data does not begin with the run: leave one of them out":
             cfg.train.phases is not None,
-        "checkpoint.mirror, which keeps checkpoints that the run goes back behind: leave one of them out":
+        "checkpoint.mirror, which keeps checkpoints that a rewind discards: leave one of them out":
             cfg.checkpoint.mirror is not None,
     }
     for obstacle, is_present in obstacles.items():
@@ -479,8 +479,8 @@ def spike_rules(cfg: Config, world: int) -> Iterator[Rule]:
             f"optim.spike_rewind: not possible with {obstacle}")
     yield Rule(
         optim.spike_rewind is None or optim.spike_rewind <= optim.spike_window,
-        f"optim.spike_rewind: {optim.spike_rewind} spikes in a row never come, since as many as "
-        f"optim.spike_window={optim.spike_window} end the run; take a smaller number")
+        f"optim.spike_rewind: {optim.spike_rewind} spikes in a row never occur, since as many as "
+        f"optim.spike_window={optim.spike_window} end the run; use a smaller number")
 
 
 def data_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -575,7 +575,7 @@ def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         not cfg.log.noise_scale or not (heads_are_shared or replicated),
         f"log.noise_scale: at parallel.tp={parallel.tp} {cause} gradients that are summed over tp after the "
-        "step; take a lower parallel.tp, or leave it out")
+        "step; use a lower parallel.tp, or leave it out")
 
 
 def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:

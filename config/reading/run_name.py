@@ -122,14 +122,14 @@ def finished_config(folder: Path) -> Config | None:
 def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
     """Return {key: value of new}, without keys that do not affect results. A vocabulary decided by the
     data does not count."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for key, value in differing_keys(old, new).items():
         is_open = key == "model.vocab" and value is None
         if key == "train.phases" and same_plan(old, new, LAYOUT if new.parallel.elastic else ()):
             continue
         if not is_open and not is_idle(key, new):
-            found[key] = value
-    return found
+            result[key] = value
+    return result
 
 
 def is_idle(key: str, cfg: Config) -> bool:

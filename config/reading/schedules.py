@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from config import Config, ConfigError, comma_separated, divisors, global_batch_sizes, positive_integers
 from config.axes import axis_degrees, ranks_of_microbatch
-from config.reading.phases import named, phases_of
+from config.reading.phases import get_phases, named
 from config.reading.rules import RULES_OF_PHASES, Rule, validate
 from config.reading.suggestions import suggestion
 from model.split import split_by_cost
@@ -21,7 +21,7 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True, after: int = 0) 
     cannot run on `world` ranks. With `advise`, the error names values that can. Phases that are over after
     step `after` need no ranks.
     """
-    first, *later = phases_of(cfg).from_step(after)
+    first, *later = get_phases(cfg).from_step(after)
     if first.number > 1:
         for rules in RULES_OF_PHASES:
             broken = next((rule for rule in rules(cfg, world) if not rule.holds), None)
@@ -59,7 +59,7 @@ def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
     broken = validate(cfg, world)
     if broken is not None:
         return broken
-    schedules = schedules_of_batch_sizes(cfg, world)
+    schedules = batch_size_schedules(cfg, world)
     if isinstance(schedules, Rule):
         return schedules
     for rule in stage_rules(cfg, schedules[-1], world):
@@ -71,7 +71,7 @@ def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
 
 
 @lru_cache(maxsize=32)
-def schedule_of(kind: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
+def get_schedule(kind: str, ranks: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return make_schedule, cached: many layouts of a search share a schedule.
 
     The cache is small: schedules for many ranks and microbatches take megabytes. Raises ValueError.
@@ -82,11 +82,11 @@ def schedule_of(kind: str, ranks: int, microbatches: int, chunks: int | None) ->
 @lru_cache(maxsize=1024)
 def check_once(kind: str, ranks: int, microbatches: int, chunks: int) -> None:
     """Check a schedule the first time it is requested. Raises ValueError if it cannot run."""
-    schedule = schedule_of(kind, ranks, microbatches, chunks)
+    schedule = get_schedule(kind, ranks, microbatches, chunks)
     check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
 
 
-def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
+def batch_size_schedules(cfg: Config, world: int) -> list[Schedule] | Rule:
     """Return the schedules of make_schedules, not yet checked against the model.
 
     Returns the broken rule instead if the microbatches of a batch size do not fit the schedule.
@@ -99,7 +99,7 @@ def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
     # the full batch first: if no batch fits, the error names it and not the ramp
     for size in reversed(global_batch_sizes(train)):
         try:
-            schedule = schedule_of(parallel.schedule, parallel.pp, size // sequences, parallel.vpp)
+            schedule = get_schedule(parallel.schedule, parallel.pp, size // sequences, parallel.vpp)
         except ValueError as error:
             if schedules:
                 message = (

@@ -25,10 +25,10 @@ from config import (
     compression_block,
     fp8_recipe,
 )
-from config.optimizers import in_words, optimizers_that
+from config.optimizers import optimizers_that, to_text
 from config.reading.loading import dotted_overrides, presets
 from config.reading.parse import build_tree, defaults
-from config.reading.phases import phases_of
+from config.reading.phases import get_phases
 from config.reading.sizes import sizes_at_width
 from config.tree import has_path, value_at
 from model.router import mixture
@@ -43,7 +43,7 @@ class UnusedKeys:
     why: str  # the reason, after "KEY does nothing: it"
     remedy: str  # how to correct the config
     note: str = ""  # why the keys are only noted, not refused; "" refuses them
-    even_default: bool = False  # the row applies to default values too
+    applies_to_default: bool = False  # the row applies to default values too
 
 
 def recompute_modes(cfg: Config) -> list[str]:
@@ -92,7 +92,7 @@ def optimizer_rows() -> Iterator[UnusedKeys]:
             section="optim",
             keys=key,
             when=lambda cfg, _, key=key: key not in OPTIMIZERS[cfg.optim.name].keys,
-            why=f"belongs to {in_words(readers)}, and optim.name is another",
+            why=f"belongs to {to_text(readers)}, and optim.name is another",
             remedy="leave it out",
             note="one recipe, many optimizers: published recipes set it" if key in published else "",
         )
@@ -109,7 +109,7 @@ TABLE = (
         when=lambda cfg, _: sequences_exceed_context(cfg),
         why="is below train.seq_len, and rotary positions continue beyond it (an export would claim less)",
         remedy="raise it to train.seq_len, or shorten that",
-        even_default=True,
+        applies_to_default=True,
     ),
     UnusedKeys(
         section="model",
@@ -136,6 +136,13 @@ TABLE = (
     ),
     UnusedKeys(
         section="train",
+        keys="unproven",
+        when=lambda cfg, _: cfg.train.device in ("cpu", "mps"),
+        why="is about Triton kernels, and train.device has none",
+        remedy="set train.device cuda, or leave it out",
+    ),
+    UnusedKeys(
+        section="train",
         keys="loss_scale loss_scale_window",
         when=lambda cfg, _: cfg.train.dtype != "fp16",
         why="scales the loss of fp16, and train.dtype is another",
@@ -159,7 +166,7 @@ TABLE = (
         section="optim",
         keys="spike_window",
         when=lambda cfg, _: cfg.optim.spike_sigma is None,
-        why="says what is usual to optim.spike_sigma, which is none",
+        why="sets the window of optim.spike_sigma, which is none",
         remedy="set that, or leave it out",
     ),
     UnusedKeys(
@@ -207,7 +214,7 @@ TABLE = (
         section="parallel",
         keys="zero reduce compress compress_weights",
         when=no_shared_parameters,
-        why="has nothing to share: every rank has parameters of its own",
+        why="has nothing to share: no two ranks share a parameter",
         remedy="leave it out",
         note=MANY_SIZES,
     ),
@@ -223,7 +230,7 @@ TABLE = (
         section="parallel",
         keys="timeout_s",
         when=lambda _, world: world == 1,
-        why="is a wait for other ranks, and there are none",
+        why="is a timeout for other ranks, and there are none",
         remedy="leave it out",
         note=MANY_SIZES,
     ),
@@ -281,7 +288,7 @@ TABLE = (
         section="data",
         keys="split",
         when=lambda cfg, _: cfg.data.valid is not None and gives_to_valid_alone(cfg.data.split),
-        why="gives a share of data.path to validation, and data.valid is validation data of its own",
+        why="gives a share of data.path to validation, and data.valid is separate validation data",
         remedy="leave it out",
     ),
     UnusedKeys(
@@ -430,7 +437,7 @@ def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]
 
     For a run with phases, yields keys that have no effect in any of them.
     """
-    cfgs = [phase.cfg for phase in phases_of(cfg).all]
+    cfgs = [phase.cfg for phase in get_phases(cfg).all]
     preset = preset_model(cfg)
     seen: set[str] = set()
     for row in TABLE:
@@ -438,7 +445,7 @@ def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]
             continue
         for key in row.keys.split():
             path = f"{row.section}.{key}"
-            if path in seen or not (row.even_default or is_set(cfg, row.section, key, preset)):
+            if path in seen or not (row.applies_to_default or is_set(cfg, row.section, key, preset)):
                 continue
             seen.add(path)
             value = value_at(cfg, path)

@@ -16,13 +16,14 @@ from typing import Any, Literal, NamedTuple
 from config import Config, ConfigError
 from config.reading.kinds import every_path, members_of, part_types
 from config.reading.parse import defaults, sections
-from config.tree import has_path, hints_of, kind_of
+from config.tree import field_types, get_kind, has_path
 
 USAGE = """usage: python train.py [NAME] [--config FILE] [--section.key VALUE ...]
        python train.py [NAME] --help [SECTION | WORD]   some keys only
        python train.py --list                           every recipe (NAME)
        python train.py NAME --dry-run --world N         a step without its ranks
 """
+READ_FIRST = ("train", "data", "model", "optim", "parallel")  # sections that a run sets; the others follow
 LEFT = 34  # width of the left column: key and type
 MIN_RIGHT = 20  # minimum width of the right column: meaning and values
 TYPE_NAMES = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true|false"}
@@ -55,7 +56,7 @@ def type_name(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return "|".join(map(str, typing.get_args(hint)))
     if dataclasses.is_dataclass(hint):
-        return kind_of(hint) or "KEYS"
+        return get_kind(hint) or "KEYS"
     if typing.get_origin(hint) is tuple:
         return "NUMBERS" if float in typing.get_args(hint) else "KINDS"
     return TYPE_NAMES[hint]
@@ -68,7 +69,7 @@ def written_value(value: object) -> str:
     if isinstance(value, tuple):
         return ", ".join(getattr(part, "name", str(part)) for part in value) or "none"
     if dataclasses.is_dataclass(value):
-        return str(kind_of(type(value)) or "on")
+        return str(get_kind(type(value)) or "on")
     return shlex.quote(value) if isinstance(value, str) else str(value)
 
 
@@ -114,7 +115,7 @@ def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
     """
     width = width or shutil.get_terminal_size((110, 24)).columns
     word = word.lower().lstrip("-").replace("-", "_")
-    section_names = list(sections())
+    section_names = list(dict.fromkeys((*READ_FIRST, *sections())))
 
     parts: list[str] = []
     for section in section_names:
@@ -122,7 +123,7 @@ def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
         if lines:
             parts += ["", f"{section}:", *lines]
     if not parts:
-        raise ConfigError(f"--help: no key speaks of {word!r}; the sections are {', '.join(section_names)}")
+        raise ConfigError(f"--help: no key mentions {word!r}; the sections are {', '.join(section_names)}")
     return USAGE + "\n".join(parts)
 
 
@@ -147,18 +148,18 @@ def shown_keys(node: Any, usual: Any, prefix: str) -> Iterator[ShownKey]:
 
     `usual` is the same node in a default config, or None if absent or of another kind.
     """
-    hints = hints_of(type(node))
+    hints = field_types(type(node))
     for name, meaning in key_meanings(type(node)).items():
         value = getattr(node, name)
-        default = default_of(type(node), name) if usual is None else getattr(usual, name)
+        default = get_default(type(node), name) if usual is None else getattr(usual, name)
         if dataclasses.is_dataclass(value):
             same_kind = default if type(default) is type(value) else None
             kinds = part_types(hints[name])
             if len(kinds) > 1:
-                names = "|".join(str(kind_of(part)) for part in kinds)
+                names = "|".join(str(get_kind(part)) for part in kinds)
                 yield ShownKey(f"{prefix}{name}.kind", names, meaning, default, value)
             yield from shown_keys(value, same_kind, f"{prefix}{name}.")
-        elif name != "kind" or kind_of(type(node)) is None:
+        elif name != "kind" or get_kind(type(node)) is None:
             yield ShownKey(prefix + name, type_name(hints[name]), meaning, default, value)
 
 
@@ -169,11 +170,11 @@ def absent_keys(cfg: Config, section: str) -> Iterator[ShownKey]:
         if not path.startswith(f"{section}.") or has_path(cfg, path) or name == "kind":
             continue
         where = path.rpartition(".")[0]
-        of = f"{where} {kind_of(part)}" if kind_of(part) else where
-        default = default_of(part, name)
-        yield ShownKey(path, type_name(hints_of(part)[name]), key_meanings(part)[name], default, None, of)
+        of = f"{where} {get_kind(part)}" if get_kind(part) else where
+        default = get_default(part, name)
+        yield ShownKey(path, type_name(field_types(part)[name]), key_meanings(part)[name], default, None, of)
 
 
-def default_of(part: type, name: str) -> object:
+def get_default(part: type, name: str) -> object:
     """Return the default of a field, or MISSING."""
     return next(field.default for field in dataclasses.fields(part) if field.name == name)

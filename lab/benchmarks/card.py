@@ -39,7 +39,7 @@ from lab.benchmarks.process import Outcome, Task, last_error_line, run_task, ter
 from lab.benchmarks.shape import Shape
 from lab.benchmarks.travel import describe_peers, travel_line
 from plan.count import flops_per_token
-from plan.job import job_of_rank
+from plan.job import make_rank_job
 from plan.memory import peak_activation_bytes, state_bytes
 from runtime.setup import peak_flops_of_gpu
 
@@ -159,7 +159,7 @@ def run_plan(
             row["shape"] = asdict(shape)
             if row["ms"]:
                 row |= derived_figures(row, shape, peak_flops_of_gpu(machine.card, "bf16"))
-            smaller = with_fewer_layers(shape, dtype_of(entry.contestant))
+            smaller = with_fewer_layers(shape, get_dtype(entry.contestant))
             if row["problem"] == "out of memory" and smaller is not None:
                 pending.insert(0, (entry, smaller))
         yield row
@@ -225,10 +225,10 @@ def describe_machine(device: str) -> GpuMachine:
 @functools.cache
 def fitted_shape(model: str, contestant: str, memory_bytes: int, is_tiny: bool) -> Shape | None:
     """Return a contestant's model with as many layers as fit, or None if it does not fit."""
-    return fit_layers(Shape.gpu_models(is_tiny)[model], memory_bytes, dtype_of(contestant))
+    return fit_layers(Shape.gpu_models(is_tiny)[model], memory_bytes, get_dtype(contestant))
 
 
-def dtype_of(contestant: str) -> str:
+def get_dtype(contestant: str) -> str:
     return "fp8" if "fp8" in contestant.split("+") else "bf16"
 
 
@@ -259,7 +259,7 @@ def planned_bytes(shape: Shape, dtype: str = "bf16") -> int:
     if shape.hidden % 128:  # a tiny model
         train["fp8_block"] = 32
     cfg = build_tree(config.Config, {"model": shape.model_keys(), "train": train})
-    job = job_of_rank(cfg, world=1, rank=0)
+    job = make_rank_job(cfg, world=1, rank=0)
     return sum(state_bytes(job).values()) + peak_activation_bytes(job)
 
 
@@ -268,19 +268,19 @@ def planned_bytes(shape: Shape, dtype: str = "bf16") -> int:
 
 def run_contestant(entry: Entry, shape: Shape, args: argparse.Namespace, limit_s: float) -> dict:
     """Run one contestant and return its measurements, or {"problem": reason}."""
-    env = environment_of(entry.contestant, args.site)
+    env = make_environment(entry.contestant, args.site)
     num_steps = GPU_STEPS if args.device == "cuda" else CPU_STEPS
     command = contestant_command(entry.contestant, shape, args.device, num_steps)
     outcome = run_task(Task(entry.contestant, command, env, limit_s))
     took = {"took s": round(outcome.seconds, 1)}
-    problem = problem_of(outcome)
+    problem = find_problem(outcome)
     if problem is not None:
         return NO_RESULT | {"problem": problem, **took}
     first_step = next(message["s"] for message in outcome.messages if message.get("phase") == "first step")
     return {**outcome.messages[-1]["done"], "first s": first_step, "problem": None, **took}
 
 
-def problem_of(outcome: Outcome) -> str | None:
+def find_problem(outcome: Outcome) -> str | None:
     """Return why a contestant did not finish, or None if it did."""
     last = outcome.messages[-1] if outcome.messages else {}
     if "done" in last:
@@ -298,7 +298,7 @@ def contestant_command(name: str, shape: Shape, device: str, num_steps: dict[str
     return [sys.executable, "-m", "lab.benchmarks.contestant", name, json.dumps(settings)]
 
 
-def environment_of(contestant: str, site: str) -> dict[str, str]:
+def make_environment(contestant: str, site: str) -> dict[str, str]:
     """Return the environment of a contestant; peers and ours+libraries have `site` on their path."""
     env = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

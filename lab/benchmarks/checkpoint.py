@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.disk import store
-from checkpoint.disk.files import forget_cached, raw_bytes
+from checkpoint.disk.files import drop_page_cache, raw_bytes
 from checkpoint.disk.saver import CheckpointSaver, writer_threads
 from config.reading import resolve
 from durable import memory
@@ -36,7 +36,7 @@ from parallel.wire.comm import Group
 from parallel.wire.world import join_alone, leave_job
 
 WIDTH = 1024  # of the square weights
-BYTES_A_PARAMETER = 12
+BYTES_PER_PARAMETER = 12
 STEP_PRODUCTS = 4  # of 1024 x 1024 matrices
 READ_BYTES = 4 << 20  # chunk size of a plain read
 ROUNDS = 3
@@ -124,7 +124,7 @@ def cache_text(place: SavedState) -> str:
     probe = place.folder.parent / f".{place.folder.name}-probe"
     probe.write_bytes(b"x")
     try:
-        return "reads with the cache dropped" if forget_cached(probe) else "reads from the system's cache"
+        return "reads with the cache dropped" if drop_page_cache(probe) else "reads from the system's cache"
     finally:
         probe.unlink()
 
@@ -147,11 +147,11 @@ def measure_plain(place: SavedState) -> Seconds:
         for target, tensor in zip(copies, place.state.values()):
             target.copy_(tensor)
 
-    copy_s = seconds_of(copy)
+    copy_s = time_call(copy)
     path = place.empty("plain") / "file"
-    write_s = seconds_of(lambda: write_plainly(path, place.state))
-    forget_cached(path)
-    read_s = seconds_of(lambda: read_plainly(path))
+    write_s = time_call(lambda: write_plainly(path, place.state))
+    drop_page_cache(path)
+    read_s = time_call(lambda: read_plainly(path))
     shutil.rmtree(path.parent)
     return {"copy": copy_s, "disk write": write_s, "disk read": read_s, "step alone": step_seconds(20)}
 
@@ -159,9 +159,9 @@ def measure_plain(place: SavedState) -> Seconds:
 def measure_ours(place: SavedState) -> Seconds:
     """Time our saves and our load."""
     root = place.empty("ours")
-    found: Seconds = {}
+    result: Seconds = {}
     saver = CheckpointSaver(in_background=False)
-    found["ours save"] = seconds_of(lambda: saver.save(root, 1, place.pieces(), {}, keep=1))
+    result["ours save"] = time_call(lambda: saver.save(root, 1, place.pieces(), {}, keep=1))
 
     # A background save, with the memory of an earlier one. Unchanged pieces would be linked.
     for tensor in place.state.values():
@@ -169,17 +169,17 @@ def measure_ours(place: SavedState) -> Seconds:
     saver = CheckpointSaver(in_background=True)
     saver.host_memory.copy(place.pieces())
     begun = time.perf_counter()
-    found["ours blocked"] = seconds_of(lambda: saver.save(root, 2, place.pieces(), {}, keep=1))
-    found["ours step"] = steps_until(lambda: saver.thread is None or not saver.thread.is_alive())
+    result["ours blocked"] = time_call(lambda: saver.save(root, 2, place.pieces(), {}, keep=1))
+    result["ours step"] = steps_until(lambda: saver.thread is None or not saver.thread.is_alive())
     path = saver.wait_saved()
-    found["ours behind"] = time.perf_counter() - begun
+    result["ours behind"] = time.perf_counter() - begun
 
     forget_folder(path)
     targets = [(box, torch.zeros_like(tensor)) for box, tensor in place.pieces()]
-    found["ours load"] = seconds_of(lambda: store.load(path, targets))
+    result["ours load"] = time_call(lambda: store.load(path, targets))
     check_loaded(place, {box.key: tensor for box, tensor in targets})
     shutil.rmtree(root)
-    return found
+    return result
 
 
 def measure_dcp(place: SavedState, threads: int) -> Seconds:
@@ -192,12 +192,12 @@ def measure_dcp(place: SavedState, threads: int) -> Seconds:
         return dcp.FileSystemWriter(root / name, thread_count=threads)
 
     in_step = writer("in-step", threads)
-    found["dcp save"] = seconds_of(lambda: dcp.save(dict(place.state), storage_writer=in_step))
+    found["dcp save"] = time_call(lambda: dcp.save(dict(place.state), storage_writer=in_step))
     shutil.rmtree(root / "in-step")
     behind = writer("behind", writer_threads(in_background=True))
     begun = time.perf_counter()
     futures: list[Any] = []
-    found["dcp blocked"] = seconds_of(
+    found["dcp blocked"] = time_call(
         lambda: futures.append(dcp.async_save(dict(place.state), storage_writer=behind))
     )
     found["dcp step"] = steps_until(futures[0].done)
@@ -206,7 +206,7 @@ def measure_dcp(place: SavedState, threads: int) -> Seconds:
 
     forget_folder(root / "behind")
     targets = {key: torch.zeros_like(tensor) for key, tensor in place.state.items()}
-    found["dcp load"] = seconds_of(lambda: dcp.load(targets, checkpoint_id=root / "behind"))
+    found["dcp load"] = time_call(lambda: dcp.load(targets, checkpoint_id=root / "behind"))
     check_loaded(place, targets)
     shutil.rmtree(root)
     return found
@@ -214,17 +214,17 @@ def measure_dcp(place: SavedState, threads: int) -> Seconds:
 
 def measure_in_memory(place: SavedState, folder: Path, threads: int) -> Seconds:
     """Time a plain file in memory, our checkpoints there as in a run of one rank, and DCP's."""
-    found: Seconds = {}
+    result: Seconds = {}
     path = emptied(folder / "plain") / "file"
-    found["memory write"] = seconds_of(lambda: write_plainly(path, place.state))
-    found["memory read"] = seconds_of(lambda: read_plainly(path))
+    result["memory write"] = time_call(lambda: write_plainly(path, place.state))
+    result["memory read"] = time_call(lambda: read_plainly(path))
     shutil.rmtree(path.parent)
 
     words = ["--checkpoint.memory_every", "1", "--checkpoint.memory_dir", str(folder)]
     cfg = resolve("quickstart", None, words)
     run = place.empty("run")
     kept = MemoryCheckpoints(cfg, run, "node0", Group("job", (0,), 0))
-    found["ours memory"] = seconds_of(lambda: kept.save(1, place.pieces(), {}))
+    result["ours memory"] = time_call(lambda: kept.save(1, place.pieces(), {}))
     targets = [(box, torch.zeros_like(tensor)) for box, tensor in place.pieces()]
 
     def resume() -> None:
@@ -233,19 +233,19 @@ def measure_in_memory(place: SavedState, folder: Path, threads: int) -> Seconds:
             raise ValueError(f"nothing in memory is used: {notes}")
         store.load(start.resumed.path, targets)
 
-    found["ours from memory"] = seconds_of(resume)
+    result["ours from memory"] = time_call(resume)
     check_loaded(place, {box.key: tensor for box, tensor in targets})
     kept.clear()
 
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     root = folder / "dcp"
     writer = dcp.FileSystemWriter(root, thread_count=threads)
-    found["dcp memory"] = seconds_of(lambda: dcp.save(dict(place.state), storage_writer=writer))
+    result["dcp memory"] = time_call(lambda: dcp.save(dict(place.state), storage_writer=writer))
     loaded = {key: torch.zeros_like(tensor) for key, tensor in place.state.items()}
-    found["dcp from memory"] = seconds_of(lambda: dcp.load(loaded, checkpoint_id=root))
+    result["dcp from memory"] = time_call(lambda: dcp.load(loaded, checkpoint_id=root))
     check_loaded(place, loaded)
     shutil.rmtree(root)
-    return found
+    return result
 
 
 def check_loaded(place: SavedState, loaded: State) -> None:
@@ -257,7 +257,7 @@ def check_loaded(place: SavedState, loaded: State) -> None:
 
 # ---- pieces of a round -------------------------------------------------------------------------------------
 
-def seconds_of(work: Callable[[], object]) -> float:
+def time_call(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
@@ -280,7 +280,7 @@ def read_plainly(path: Path) -> None:
 def forget_folder(path: Path) -> None:
     for file in path.rglob("*"):
         if file.is_file():
-            forget_cached(file)
+            drop_page_cache(file)
 
 
 def step_seconds(steps: int) -> float:
@@ -291,7 +291,7 @@ def step_seconds(steps: int) -> float:
         for _ in range(STEP_PRODUCTS):
             torch.mm(a, a)
 
-    return seconds_of(lambda: [step() for _ in range(steps)]) / steps
+    return time_call(lambda: [step() for _ in range(steps)]) / steps
 
 
 def steps_until(is_done: Callable[[], bool]) -> float:

@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     ranks.add_argument("--threads", type=int, default=1, help="of a rank")
 
     words.add_words_options(
-        commands.add_parser("words", help="what ranks tell each other through the job's store, counted")
+        commands.add_parser("words", help="traffic of the ranks on the job's store, counted")
     )
 
     watching.add_watching_options(
@@ -178,7 +178,7 @@ def add_gpu_step_options(step: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a rehearsal of --device cuda: the same plan at tiny sizes, on a CPU with --device cpu",
     )
-    step.add_argument("--minutes", type=float, default=9.0, help="of --device cuda: when to be done")
+    step.add_argument("--minutes", type=float, default=9.0, help="of --device cuda: deadline")
     step.add_argument(
         "--only", default="", help="of --device cuda: models of lab/benchmarks/shape.py"
     )
@@ -200,9 +200,10 @@ def add_gpu_step_options(step: argparse.ArgumentParser) -> None:
 def add_first_options(first: argparse.ArgumentParser) -> None:
     first.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     first.add_argument("--tiny", action="store_true", help="a rehearsal at tiny sizes, for --device cpu")
-    first.add_argument("--minutes", type=float, default=9.0, help="when to be done")
+    first.add_argument("--minutes", type=float, default=9.0, help="deadline")
     first.add_argument(
-        "--after", default="", metavar="FILE", help="first.jsonl or first.tar.gz of an earlier call: goes on"
+        "--after", default="", metavar="FILE",
+        help="first.jsonl or first.tar.gz of an earlier call, to resume"
     )
     first.add_argument("--site", default="", help="a folder with packages of peers and attention libraries")
     first.add_argument("--out", default="runs/bench/first", help="the folder of results")

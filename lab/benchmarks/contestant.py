@@ -337,7 +337,7 @@ def kernel_times(
     return times
 
 
-def problem_of(error: Exception) -> str:
+def find_problem(error: Exception) -> str:
     """Return one line on why a contestant could not be measured."""
     if isinstance(error, ImportError):
         return f"not installed ({error.name})" if error.name else first_line(error, "ImportError")
@@ -358,7 +358,7 @@ def main(name: str, settings: dict) -> None:
     try:
         report(done=measure(name, settings, report))
     except Exception as error:
-        report(error=problem_of(error))
+        report(error=find_problem(error))
         traceback.print_exc()
 
 

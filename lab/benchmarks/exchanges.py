@@ -76,12 +76,12 @@ def own_part(x: Tensor, place: Place) -> Tensor:
 
 def all_reduce(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     got = comm.all_reduce_sum(place.message(place.group.index, dtype), place.group)
-    return got, sum_of(place.messages(dtype))
+    return got, compute_sum(place.messages(dtype))
 
 
 def started_all_reduce(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     got = comm.start_all_reduce(place.message(place.group.index, dtype), place.group).wait()
-    return got, sum_of(place.messages(dtype))
+    return got, compute_sum(place.messages(dtype))
 
 
 def all_gather(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ def started_all_gather(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor
 def reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     parts = place.num_ranks
     got = comm.reduce_scatter(place.message(place.group.index, dtype, parts), place.group)
-    return got, own_part(sum_of(place.messages(dtype, parts)), place)
+    return got, own_part(compute_sum(place.messages(dtype, parts)), place)
 
 
 def started_reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def started_reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Te
     parts = place.num_ranks
     message = place.message(place.group.index, dtype, parts)
     got = comm.start_reduce_scatter(message, place.group, own_part(message, place)).wait()
-    return got, own_part(sum_of(place.messages(dtype, parts)), place)
+    return got, own_part(compute_sum(place.messages(dtype, parts)), place)
 
 
 def all_gather_each(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ def started_reduce_scatter_each(place: Place, dtype: torch.dtype) -> tuple[Tenso
 def messages_to_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (this rank's two messages [2, ranks * ROWS, WIDTH], its part of their sums [2, ROWS, WIDTH])."""
     messages = place.messages(dtype, parts=2 * place.num_ranks)
-    total = sum_of(messages).view(2, place.num_ranks, ROWS, WIDTH)
+    total = compute_sum(messages).view(2, place.num_ranks, ROWS, WIDTH)
     message = messages[place.group.index].view(2, -1, WIDTH)
     return message, total[:, place.group.index]
 
@@ -232,7 +232,7 @@ def bytes_of_one(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(got)), torch.arange(256)
 
 
-def sum_of(messages: list[Tensor]) -> Tensor:
+def compute_sum(messages: list[Tensor]) -> Tensor:
     return torch.stack(messages).sum(0).to(messages[0].dtype)
 
 

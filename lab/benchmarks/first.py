@@ -39,7 +39,7 @@ from pathlib import Path
 from config import ConfigError
 from config.provenance import commit_id
 from lab.benchmarks import card
-from lab.benchmarks.first_jobs import FirstRun, card_job, files_of_tests, jobs_of
+from lab.benchmarks.first_jobs import FirstRun, card_job, files_of_tests, get_jobs
 from lab.benchmarks.first_plan import RESERVE_S, SECTIONS, SLACK, Section, jobs_beside, plan_text
 from lab.benchmarks.first_table import make_table, progress_line
 from lab.benchmarks.jobs import ForkedJob, JobPlace, run_jobs
@@ -180,7 +180,7 @@ def run_sections(
     scale = seconds_left() / expected if args.tiny else 1.0  # a rehearsal visits every section
     only = [name for name in args.only.split(",") if "/" in name]
     for is_boxed in (True, False):
-        for pool in pools_of(sections):
+        for pool in make_pools(sections):
             if seconds_left() <= 0:
                 return
             box = time.monotonic() + sum(scale * one.expected_s * SLACK[one.beside] for one in pool)
@@ -227,7 +227,7 @@ def jobs_of_pool(
     section_of: dict[str, str] = {}
     incomplete: list[list[ForkedJob]] = []
     for section in pool:
-        jobs = jobs_of(section, run)
+        jobs = get_jobs(section, run)
         if section.name in divided:
             jobs = [job for job in jobs if f"{section.name}/{job.name}" in only]
         results.planned[section.name] = [job.name for job in jobs]
@@ -236,7 +236,7 @@ def jobs_of_pool(
     return section_of, [job for turn in zip_longest(*incomplete) for job in turn if job]
 
 
-def pools_of(sections: list[Section]) -> list[list[Section]]:
+def make_pools(sections: list[Section]) -> list[list[Section]]:
     """Return the pools: sections that share processes are in one pool, and pools run one after another."""
     pools: list[list[Section]] = []
     for section in sections:

@@ -20,7 +20,7 @@ import torch
 from config import ConfigError
 from kernels.attention_libraries import LIBRARIES
 from lab.benchmarks import card, contestant, exchanges, rates, small_models, step_model
-from lab.benchmarks.card import GIB, GpuMachine, dtype_of, fitted_shape, planned_bytes, with_fewer_layers
+from lab.benchmarks.card import GIB, GpuMachine, fitted_shape, get_dtype, planned_bytes, with_fewer_layers
 from lab.benchmarks.first_plan import SCENARIOS, Section
 from lab.benchmarks.interpreted import interpret_kernels
 from lab.benchmarks.jobs import ForkedJob, Report, begin_again_if_lost
@@ -42,7 +42,7 @@ ABSENT = (  # errors of a contestant that cannot run here
     "has no fp8",
     "no attention over packed",
 )
-IN_PROCESSES_OF_THEIR_OWN = {"graphs", "libraries"}  # ours with another environment
+IN_SEPARATE_PROCESSES = {"graphs", "libraries"}  # ours with another environment
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class FirstRun:
         return MEMORY_SHARE / self.jobs
 
 
-def jobs_of(section: Section, run: FirstRun) -> list[ForkedJob]:
+def get_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     return KINDS[section.kind](section, run)
 
 
@@ -163,14 +163,14 @@ class TestRows:
         self.num_found = 0
         self.row: dict = {}
 
-    def name_of(self, nodeid: str) -> str:
+    def get_name(self, nodeid: str) -> str:
         """Return test_norm.py::test_x[1], without the folder of the file."""
         return f"{self.file}::{nodeid.partition('::')[2]}"
 
     @pytest.hookimpl(trylast=True)  # after -m
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self.num_found = len(items)
-        left_out = [item for item in items if self.name_of(item.nodeid) in self.done]
+        left_out = [item for item in items if self.get_name(item.nodeid) in self.done]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
 
@@ -180,7 +180,7 @@ class TestRows:
             self.report(row=self.file, state="wrong", problem=problem)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.row = {"row": self.name_of(nodeid), "state": "ok"}
+        self.row = {"row": self.get_name(nodeid), "state": "ok"}
         self.report(starting=self.row["row"])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -228,7 +228,7 @@ def exchanges_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
                 exchanges.report_exchanges, device=run.device, rank=rank, world=world, meet=meet
             )
             jobs.append(
-                ForkedJob(f"rank {rank} of {world}", job, run.limit_s("exchanges"), goes_on=world == 1)
+                ForkedJob(f"rank {rank} of {world}", job, run.limit_s("exchanges"), can_resume=world == 1)
             )
     return jobs
 
@@ -241,7 +241,7 @@ def step_jobs(section: Section, run: FirstRun) -> list[ForkedJob]:
     shape = fitted_shape(section.model, section.contestant, run.machine.memory_bytes, run.is_tiny)
     if shape is None:
         return [ForkedJob(section.name, partial(report_absence, name=section.name), 60.0)]
-    smaller = with_fewer_layers(shape, dtype_of(section.contestant))
+    smaller = with_fewer_layers(shape, get_dtype(section.contestant))
     alternative = step_job(section, run, smaller, f"{shape.layers} layers did not fit") if smaller else None
     return [step_job(section, run, shape, "", alternative)]
 
@@ -271,11 +271,11 @@ def report_step(
         "model": section.model,
         "contestant": section.contestant,
         "shape": asdict(shape),
-        "planned gib": planned_bytes(shape, dtype_of(section.contestant)) / GIB,
+        "planned gib": planned_bytes(shape, get_dtype(section.contestant)) / GIB,
     }
     row |= {"note": note} if note else {}
 
-    if base != "ours" or IN_PROCESSES_OF_THEIR_OWN & set(flags):
+    if base != "ours" or IN_SEPARATE_PROCESSES & set(flags):
         found = absent_libraries(run.site) if "libraries" in flags else None
         found = found or measure_in_process(report, section.contestant, settings, run.site)
     else:
@@ -301,7 +301,7 @@ def measure_here(report: Report, name: str, settings: dict) -> dict:
         return contestant.measure(name, settings, phase) | {"first s": first[0]}
     except Exception as error:
         traceback.print_exc()
-        return {"problem": contestant.problem_of(error)}
+        return {"problem": contestant.find_problem(error)}
     finally:
         gc.collect()
 
@@ -309,7 +309,7 @@ def measure_here(report: Report, name: str, settings: dict) -> dict:
 def measure_in_process(report: Report, name: str, settings: dict, site: str) -> dict:
     """Measure a contestant in a child process of this session, which ends with it."""
     command = [sys.executable, "-m", "lab.benchmarks.contestant", name, json.dumps(settings)]
-    env = card.environment_of(name, site)
+    env = card.make_environment(name, site)
     first = None
     last: dict = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as process:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from lab.benchmarks.card import GIB, TOO_LARGE, USABLE_MEMORY, dtype_of, fitted_shape, planned_bytes
+from lab.benchmarks.card import GIB, TOO_LARGE, USABLE_MEMORY, fitted_shape, get_dtype, planned_bytes
 from lab.benchmarks.markdown import markdown_table
 
 START_S = 20.0  # imports from a cold disk
 RESERVE_S = 5.0  # for the table and the tar
-MOST_JOBS = 8  # concurrently on a GPU
+MAX_JOBS = 8  # concurrently on a GPU
 JOB_BYTES = 8 * GIB  # upper limit of a kernel test
 SLACK = {True: 1.5, False: 3.0}  # {beside: time limit over expected time}; a lone job is not cut off
 
@@ -82,7 +82,7 @@ SCENARIOS = {  # {section: scenario of the step model}
 
 def jobs_beside(memory_bytes: int, cores: int) -> int:
     """Return how many processes share the GPU, limited by its memory and by the host's cores."""
-    return max(1, min(MOST_JOBS, memory_bytes // JOB_BYTES, cores // 2))
+    return max(1, min(MAX_JOBS, memory_bytes // JOB_BYTES, cores // 2))
 
 
 def plan_text(memory_bytes: int, minutes: float, is_tiny: bool = False) -> str:
@@ -94,7 +94,7 @@ def plan_text(memory_bytes: int, minutes: float, is_tiny: bool = False) -> str:
         row = {"rows": section.name, "what": section.what, "layers": "", "planned GiB": ""}
         if section.model:
             shape = fitted_shape(section.model, section.contestant, memory_bytes, is_tiny)
-            dtype = dtype_of(section.contestant)
+            dtype = get_dtype(section.contestant)
             row["layers"] = str(shape.layers) if shape else f"absent: {TOO_LARGE}"
             row["planned GiB"] = f"{planned_bytes(shape, dtype) / GIB:.1f}" if shape else ""
         row["expected until, minutes"] = f"{seconds / 60:.1f}"

@@ -10,10 +10,10 @@ from lab.benchmarks.markdown import markdown_table
 from lab.benchmarks.measured import compare, measured_rates
 
 STATES = ("wrong", "no time", "absent", "ok")
-MOST_GAPS = 5  # components shown for a scenario
+MAX_GAPS = 5  # components shown for a scenario
 
 
-def cells_of(row: Mapping) -> dict[str, str]:
+def get_cells(row: Mapping) -> dict[str, str]:
     """Return the nonempty cells of a row of any kind, {column: text}."""
     cells = {"row": row["row"], "state": row["state"]}
     if "value" in row:
@@ -33,7 +33,7 @@ def cells_of(row: Mapping) -> dict[str, str]:
 
 
 def progress_line(row: Mapping) -> str:
-    cells = cells_of(row)
+    cells = get_cells(row)
     rest = [f"{column} {cell}" for column, cell in cells.items() if column not in ("row", "state")]
     return f"{row['section']:22}{row['state']:8} {row['row']:44} {'  '.join(rest)}"
 
@@ -46,7 +46,7 @@ def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> st
     date = time.strftime("%Y-%m-%d %H:%M")
     lines = [f"# First meeting: {summary}", "", f"{date}, {where}, {seconds:.0f} s", ""]
 
-    wrong = [{"of": row["section"], **cells_of(row)} for row in rows if row["state"] == "wrong"]
+    wrong = [{"of": row["section"], **get_cells(row)} for row in rows if row["state"] == "wrong"]
     lines += ["## Wrong", "", *(markdown_table(wrong) or ["nothing"]), ""]
     late = [{"of": row["section"], "why": row["problem"]} for row in rows if row["state"] == "no time"]
     lines += ["## No time", "", *markdown_table(late), ""] if late else []
@@ -57,7 +57,8 @@ def make_table(rows: list[dict], facts: Mapping[str, str], seconds: float) -> st
         of_kind = [row for row in shown if kinds.get(row["section"]) == kind]
         if of_kind:
             title = "steps" if kind == "step" else kind
-            lines += [f"## {title[0].upper()}{title[1:]}", "", *markdown_table([*map(cells_of, of_kind)]), ""]
+            lines += [f"## {title[0].upper()}{title[1:]}", "", *markdown_table([*map(get_cells, of_kind)]),
+                      ""]
     return "\n".join(lines)
 
 
@@ -79,7 +80,7 @@ def compared_lines(rows: Iterable[Mapping]) -> list[str]:
             "measured MFU": percent(found["measured MFU"]),
             "modelled speed / measured": f"{found['ratio']:.2f}",
         })  # fmt: skip
-        for name, expected, measured in found["components"][:MOST_GAPS]:
+        for name, expected, measured in found["components"][:MAX_GAPS]:
             gaps.append({
                 "step": row["row"],
                 "component": name,

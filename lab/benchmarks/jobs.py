@@ -35,14 +35,14 @@ class ForkedJob:
     run: calls report(starting=NAME) before a row, and report(row=NAME, state=..., ...) after it. It skips the
         rows in `done`; a job with a single row is named after it and is skipped as a whole.
     limit_s: the longest silence. alternative: the job to run instead after running out of memory.
-    goes_on: whether a new process continues after a row that crashed or hung.
+    can_resume: whether a new process continues after a row that crashed or hung.
     """
 
     name: str
     run: Callable[[Report, frozenset[str]], None] = field(repr=False)
     limit_s: float
     alternative: "ForkedJob | None" = None
-    goes_on: bool = True
+    can_resume: bool = True
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def run_jobs(
                     continue
                 was_doing = one.doing
                 yield one.lost_row(one.how_it_ended() if has_ended else f"hung for {one.job.limit_s:.0f} s")
-                if not (was_doing and one.job.goes_on):
+                if not (was_doing and one.job.can_resume):
                     yield {"job": one.job.name, "complete": True}
                 else:
                     waiting.insert(0, (one.job, one.done, one.is_wrong))

@@ -44,15 +44,15 @@ def measure_machine(out: Path, dtype_name: str, threads: int) -> None:
 
     # compute
     a = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype)
-    product_s = seconds_of(lambda: a @ a)
+    product_s = time_call(lambda: a @ a)
     q = torch.randn(ATTENTION_SHAPE).to(dtype)
     attend = torch.nn.functional.scaled_dot_product_attention
-    attention_s = seconds_of(lambda: attend(q, q, q, is_causal=True))
+    attention_s = time_call(lambda: attend(q, q, q, is_causal=True))
     source = torch.zeros(COPY_ELEMENTS, dtype=torch.uint8)
     target = torch.empty_like(source)
-    copy_s = seconds_of(lambda: target.copy_(source))
+    copy_s = time_call(lambda: target.copy_(source))
     scalar = torch.zeros(16)
-    operation_s = seconds_of(lambda: scalar.add_(1.0))
+    operation_s = time_call(lambda: scalar.add_(1.0))
     rates = torch.tensor([product_s, attention_s, copy_s, operation_s], dtype=torch.float64)
     product_s, attention_s, copy_s, operation_s = (comm.all_reduce_sum(rates, group) / size).tolist()
 
@@ -81,7 +81,7 @@ def measure_machine(out: Path, dtype_name: str, threads: int) -> None:
         out.write_text(json.dumps(asdict(machine), indent=1) + "\n")
 
 
-def seconds_of(call: Callable[[], object]) -> float:
+def time_call(call: Callable[[], object]) -> float:
     """Return the mean seconds of a call, repeated for SECONDS."""
     call()  # warm-up
     calls, started = 0, time.perf_counter()

@@ -84,11 +84,11 @@ def measured_components(row: Mapping, kernels: Iterable[str]) -> dict[str, float
             known[full.partition(".")[2]] = COMPONENTS.get(KERNELS[full].part, OTHER)
     times: dict[str, float] = defaultdict(float)
     for name, ms in row["kernels"].items():
-        times[component_of(name, known)] += ms
+        times[get_component(name, known)] += ms
     return {**times, BETWEEN: max(0.0, row["ms"] - sum(times.values()))}
 
 
-def component_of(name: str, known: Mapping[str, str]) -> str:
+def get_component(name: str, known: Mapping[str, str]) -> str:
     """Return the component of a kernel. `known` maps functions of our kernels to components."""
     if name in known:
         return known[name]

@@ -96,7 +96,7 @@ def measure_rates(report: Report, done: frozenset[str], *, device: str, is_tiny:
         def measured() -> dict:
             if capability < case.chips:
                 raise Absent("needs a chip from sm_{}{} on".format(*case.chips))
-            seconds = seconds_of(case.make(), place.device)
+            seconds = time_call(case.make(), place.device)
             return {"state": "ok", "value": case.work / seconds / TERA, "ms": 1e3 * seconds}
 
         report(row=case.name, **tried(measured), unit=case.unit, rate=case.rate, work=case.work)
@@ -123,7 +123,7 @@ def tried(function: Callable[[], dict]) -> dict:
         return {"state": "wrong", "problem": f"{type(error).__name__}: {lines[0][:160]}"}
 
 
-def seconds_of(function: Function, device: torch.device) -> float:
+def time_call(function: Function, device: torch.device) -> float:
     """Return the time of one call: the median over REPEATS, each with cold caches."""
     if device.type == "cpu":
         function()
@@ -514,7 +514,7 @@ def gap_of_launches(place: RateInputs) -> float:
         for _ in range(LAUNCHES):
             x.add_(1.0)
     graph.replay()
-    return seconds_of(graph.replay, place.device) / LAUNCHES
+    return time_call(graph.replay, place.device) / LAUNCHES
 
 
 def host_time_of_operation(place: RateInputs) -> float:

@@ -33,7 +33,7 @@ from config.reading import resolve
 from data.loader import open_loader
 from kernels import triton_
 from lab.benchmarks.jobs import Report
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from runtime.run import TrainingRun
 
 STEPS = 5
@@ -155,7 +155,7 @@ class GradientRecorder:
             self.run = seen["run"]
         if point == "step.backward" and step in self.steps and self.run is not None:
             for bucket in self.run.buckets:
-                for box, part in boxes_of(bucket, bucket.grads.local):
+                for box, part in get_boxes(bucket, bucket.grads.local):
                     name = re.sub(r"experts\.\d+", "experts", box.key)
                     parts = self.parts.setdefault(f"gradient of {name} in step {step}", [])
                     parts.append(part.float().flatten().cpu().clone())
@@ -207,7 +207,7 @@ def gradient_rows(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedS
         size = max(float(theirs.norm()), TINY_NORM)
         dtype_distance = float((theirs - wide.gradients[name]).norm()) / size
         bound = max(SLACK * dtype_distance, BF16_ROUNDOFF)
-        yield {"result": name, "error": distance_of(ours, theirs) / size, "bound": bound}
+        yield {"result": name, "error": finite_distance(ours, theirs) / size, "bound": bound}
 
 
 def distance(a: float, b: float) -> float:
@@ -216,7 +216,7 @@ def distance(a: float, b: float) -> float:
     return float("inf") if difference != difference else difference
 
 
-def distance_of(a: Tensor, b: Tensor) -> float:
+def finite_distance(a: Tensor, b: Tensor) -> float:
     """Return ||a - b||, or infinity if it is NaN."""
     return distance(float((a - b).norm()), 0.0)
 

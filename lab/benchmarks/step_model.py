@@ -39,7 +39,7 @@ from model.flops import keys_of_layers
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from plan.count import flops_per_token, parameters
-from plan.record.launches import CHIPS, Chip, Recorder, claimed_gpu, without_initial_weights
+from plan.record.launches import CHIPS, Chip, Recorder, simulated_gpu, without_initial_weights
 from plan.record.rates import (
     ASSUMED,
     BANDWIDTH,
@@ -88,6 +88,7 @@ def fp8(recipe: str) -> dict[str, object]:
 
 
 BF16_STATES = {"states": "bf16"}
+UNPROVEN = {"unproven": True}
 LATENT = {"mixer": {"kind": "latent", "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128}}
 SCENARIOS = {
     "dense": Scenario("dense"),
@@ -107,17 +108,21 @@ SCENARIOS = {
     "dense+rowwise": Scenario("dense", train=fp8("rowwise")),
     "dense+blockwise": Scenario("dense", train=fp8("blockwise")),
     "moe+tensorwise": Scenario("moe", train=fp8("tensorwise")),
+    # what kernels/unproven/ would gain
+    "dense+qk_norm+unproven": Scenario("dense", {"mixer": {"qk_norm": "head"}}, train=UNPROVEN),
+    "dense+mla+unproven": Scenario("dense", LATENT, train=UNPROVEN),
+    "dense+tensorwise+unproven": Scenario("dense", train=fp8("tensorwise") | UNPROVEN),
 }
 
 
-def shape_of(scenario: Scenario, chip: Chip, tiny: bool) -> Shape:
+def get_shape(scenario: Scenario, chip: Chip, tiny: bool) -> Shape:
     """Return the model's shape with as many layers as fit in memory."""
     shape = fit_layers(Shape.gpu_models(tiny)[scenario.shape], chip.memory_bytes)
     assert shape is not None, f"{scenario.shape} fits {chip.name}"
     return shape
 
 
-def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Config:
+def build_config(scenario: Scenario, shape: Shape, layers: int | None = None) -> Config:
     """Return the config that a user of the GPU would write. layers: overrides the number of layers."""
     model = merge(shape.model_keys(), scenario.model, ModelConfig)
     if layers is not None:
@@ -154,7 +159,7 @@ def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:
 def record(cfg: Config, chip: Chip, lengths: Sequence[int] = (), cudnn: bool = False) -> RoleRecord:
     """Record a step on one GPU. lengths: see microbatch. cudnn: see Scenario."""
     recorder = Recorder()
-    with claimed_gpu(chip, recorder, cudnn) as device, without_initial_weights():
+    with simulated_gpu(chip, recorder, cudnn) as device, without_initial_weights():
         return record_step(cfg, recorder, device, lengths)
 
 
@@ -296,7 +301,7 @@ class RecordedStep(NamedTuple):
 def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
     """Record a scenario at a shape and judge its launches."""
     scenario = SCENARIOS[name]
-    cfg = config_of(scenario, shape)
+    cfg = build_config(scenario, shape)
     documents = document_lengths(scenario, shape)
     facts = Facts(keys_of_layers(cfg.model, documents or (shape.seq,)))
     step = record(cfg, chip, documents, scenario.cudnn)
@@ -307,7 +312,7 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
 def model_step(name: str, chip: Chip, tiny: bool = False, rates: LaunchRates = ASSUMED) -> ModelledStep:
     """Record and model a scenario."""
     scenario = SCENARIOS[name]
-    shape = shape_of(scenario, chip, tiny)
+    shape = get_shape(scenario, chip, tiny)
     recorded = recorded_step(name, chip, shape)
     cfg = recorded.cfg
     per_token = flops_per_token(cfg.model, shape.seq, recorded.documents)
@@ -333,7 +338,7 @@ def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[i
     documents = document_lengths(scenario, shape)
     counts = []
     for layers in (4, 5):
-        step = record(config_of(scenario, shape, layers), chip, documents, scenario.cudnn)
+        step = record(build_config(scenario, shape, layers), chip, documents, scenario.cudnn)
         counted = dict.fromkeys(("forward", "backward", "optimizer"), 0)
         for launch in step.launches:
             counted[launch.phase] += launch.launches

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PEERS = "peers"  # the ignored folder that is copied along with the tracked files
 MADE = (PEERS, "runs", "out", "wandb", "__pycache__")  # folders that git ignores
-MOST_BYTES = 64 << 20  # upper limit of a machine that can only be reached by copying
+MAX_TRAVEL_BYTES = 64 << 20  # upper limit of a machine that can only be reached by copying
 PEER_PACKAGES = ("torchtitan", "megatron-core", "transformer-engine", "liger-kernel")
 MISSING = "they are rows without a number; lab/docs/benchmarks.md says how to bring them (--site)"
 
@@ -46,9 +46,9 @@ def travel_bytes(root: Path = ROOT) -> tuple[int, int]:
 def travel_line(root: Path = ROOT) -> str:
     tracked, peers = travel_bytes(root)
     total = tracked + peers
-    verdict = "fits" if total < MOST_BYTES else "DOES NOT FIT"
+    verdict = "fits" if total < MAX_TRAVEL_BYTES else "DOES NOT FIT"
     parts = f"{tracked / 2**20:.1f} MiB of files and {peers / 2**20:.1f} MiB of {PEERS}/"
-    return f"travels: {parts}; {verdict} {MOST_BYTES / 2**20:.0f} MiB"
+    return f"travels: {parts}; {verdict} {MAX_TRAVEL_BYTES / 2**20:.0f} MiB"
 
 
 def describe_peers(site: str) -> str:

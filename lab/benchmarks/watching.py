@@ -71,10 +71,10 @@ class Watch:
 WATCHES = {
     "compare_replicas": Watch("what replicas share is compared", CheckpointConfig().check_replicas),
     "SlowRanks.add": Watch("the times of ranks are compared", LogConfig().slow_window),
-    "agree_to_stop": Watch("ranks agree to go on", 1),
-    "Lease.check": Watch("the folder's lease is looked at", 1),
-    "probe_run_folder": Watch("the disk is tried", None),
-    "probe": Watch("devices and links are tried", None),
+    "agree_to_stop": Watch("ranks agree to continue", 1),
+    "Lease.check": Watch("the folder's lease is checked", 1),
+    "probe_run_folder": Watch("the disk is probed", None),
+    "probe": Watch("devices and links are probed", None),
 }
 
 
@@ -183,7 +183,7 @@ def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bevatron-watching-") as temporary:
         home = Path(temporary)
         reports = run_all(home, args)
-    rows, share = rows_of(reports)
+    rows, share = make_rows(reports)
     print(*markdown_table(rows), sep="\n")
     step_ms = 1000 * step_seconds(reports)
     print(f"\n{args.ranks} ranks, a step of {step_ms:,.0f} ms: all watches of a step take {share:.2%} of it "
@@ -217,12 +217,12 @@ def step_seconds(reports: list[RankCosts]) -> float:
     return median(seconds for report in reports for seconds in report.steps[OFTEN:])
 
 
-def rows_of(reports: list[RankCosts]) -> tuple[list[dict[str, str]], float]:
+def make_rows(reports: list[RankCosts]) -> tuple[list[dict[str, str]], float]:
     """Return (the table, the fraction of a step that all recurring checks and threads take)."""
     step_s = step_seconds(reports)
     rows, total = [], 0.0
     for name, watch in WATCHES.items():
-        row, share = row_of_watch(reports, name, watch, step_s)
+        row, share = make_watch_row(reports, name, watch, step_s)
         rows.append(row)
         total += share
     for name in WATCHING_THREADS:
@@ -238,13 +238,13 @@ def rows_of(reports: list[RankCosts]) -> tuple[list[dict[str, str]], float]:
     return rows, total
 
 
-def row_of_watch(
+def make_watch_row(
     reports: list[RankCosts], name: str, watch: Watch, step_s: float
 ) -> tuple[dict[str, str], float]:
     """Return (its row, its fraction of a step, 0 for checks before the first one)."""
     calls = [report.calls[name] for report in reports if report.calls[name]]
     if not calls:
-        raise ConfigError(f"watching: no rank has called {name}")
+        raise ConfigError(f"watching: no rank called {name}")
     if watch.every is None:
         seconds = max(sum(each) for each in calls)
         row = {"watch": watch.what, "how often": "before the first step", "each": f"{1000 * seconds:.1f} ms"}

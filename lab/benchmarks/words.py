@@ -208,11 +208,11 @@ def run_story(context: ForkServerContext, story: str, size: int) -> tuple[Counts
         for process in processes:
             if process.pid is not None:  # it was started
                 process.kill()
-    start = counts_of([rank.before for rank in ranks], started - began)
-    return start, counts_of([rank.after for rank in ranks], ended - started)
+    start = make_counts([rank.before for rank in ranks], started - began)
+    return start, make_counts([rank.after for rank in ranks], ended - started)
 
 
-def counts_of(totals: list[Pair], seconds: float) -> Counts:
+def make_counts(totals: list[Pair], seconds: float) -> Counts:
     operations = [total.value for total, _ in totals]
     return Counts(len(totals), operations, [total.value for _, total in totals], seconds)
 
@@ -246,7 +246,7 @@ def add_words_options(words: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Return the exit code. Raises ConfigError if --ranks are not numbers."""
-    sizes = sizes_of(args.ranks)
+    sizes = parse_sizes(args.ranks)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     found: dict[str, list[Counts]] = {story: [] for story in STORIES}
@@ -258,14 +258,14 @@ def main(args: argparse.Namespace) -> int:
                 found["start"].append(start)
     rate = measure_rate(sizes[-1])
 
-    rows = [row for story, counts in found.items() for row in rows_of(story, counts, rate)]
+    rows = [row for story, counts in found.items() for row in make_rows(story, counts, rate)]
     print(*markdown_table(rows), sep="\n")
     print(f"\nOne store on this machine answers {rate:,.0f} operations a second.")
     print(*(f"{story}: {what}." for story, what in STORIES.items()), sep="\n")
     return 0
 
 
-def sizes_of(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
     """Parse --ranks. Raises ConfigError."""
     try:
         sizes = sorted({int(word) for word in text.split(",")})
@@ -276,10 +276,10 @@ def sizes_of(text: str) -> list[int]:
     return sizes
 
 
-def rows_of(story: str, counts: Sequence[Counts], rate: float) -> list[dict[str, str]]:
+def make_rows(story: str, counts: Sequence[Counts], rate: float) -> list[dict[str, str]]:
     """Return a row for each number of ranks, and one for FAR ranks."""
     rows = [
-        row_of(story, f"{each.size}", fmean(each.operations), max(each.operations), fmean(each.sent))
+        make_counts_row(story, f"{each.size}", fmean(each.operations), max(each.operations), fmean(each.sent))
         | {"seconds": f"{each.seconds:.1f}"}
         for each in counts
     ]
@@ -287,12 +287,12 @@ def rows_of(story: str, counts: Sequence[Counts], rate: float) -> list[dict[str,
     sent = line_at_far(counts, [sum(each.sent) for each in counts])
     busiest = [max(each.operations) for each in counts]
     most = line_at_far(counts, busiest) if busiest[-1] > GROWS * busiest[0] else max(busiest)
-    far = row_of(story, f"{FAR:,} (extrapolated)", operations / FAR, most, sent / FAR)
+    far = make_counts_row(story, f"{FAR:,} (extrapolated)", operations / FAR, most, sent / FAR)
     rows.append(far | {"seconds": f"{operations / rate:.1f} at the store's rate"})
     return rows
 
 
-def row_of(story: str, ranks: str, operations: float, most: float, sent: float) -> dict[str, str]:
+def make_counts_row(story: str, ranks: str, operations: float, most: float, sent: float) -> dict[str, str]:
     return {
         "story": story,
         "ranks": ranks,

@@ -22,7 +22,7 @@ from config import OPTIMIZERS, Config, ConfigError, MupConfig
 from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
-from config.reading import phases_of
+from config.reading import get_phases
 from config.reading.schedules import plan_pipeline
 from config.reading.tiny import NUM_STEPS
 from config.tree import has_path, with_values
@@ -99,6 +99,7 @@ BUNDLES: dict[str, Values] = {
         "train.fp8_keep": 0,
         "train.max_minutes": 1e6,
         "train.deterministic": True,
+        "train.unproven": True,
         "optim.min_lr": 1e-5,
         "optim.decay_steps": 12,
         "optim.beta1": 0.8,
@@ -193,7 +194,7 @@ WIDE_WINDOW = 150
 SHORT = {"small": 16, "wide": 80}  # {geometry: sequence length in the second of train.phases}
 
 # Warm-up, steady state and cool-down of these schedules need two microbatches per rank.
-TWO_MICROBATCHES_A_RANK = ("interleaved", "zb-v", "dualpipe-v")
+TWO_MICROBATCHES_PER_RANK = ("interleaved", "zb-v", "dualpipe-v")
 
 CANDIDATES = 12  # switch settings that covering_cells compares for each layout
 NUM_RANDOM = 1000  # random switch settings tried before the full walk
@@ -298,8 +299,8 @@ class Lattice:
         else:
             keys["ramp"] = None
         if values["stages"] == "uneven":
-            layers_of_stages = [num_layers - num_stages + 1, *[1] * (num_stages - 1)]
-            keys["stages"] = ",".join(map(str, layers_of_stages))
+            split_layers = [num_layers - num_stages + 1, *[1] * (num_stages - 1)]
+            keys["stages"] = ",".join(map(str, split_layers))
         if values["recompute"] == "mixed":
             modes = ["full", "selective"] * num_stages
             keys["recompute"] = "none"
@@ -336,7 +337,7 @@ class Lattice:
         """Return the sequences per step: enough for the warm-up and the steady state of the schedule."""
         pp = values["pp"]
         dp = self.world // ranks_of_microbatch(values)
-        num_microbatches = 2 * pp if values["schedule"] in TWO_MICROBATCHES_A_RANK else pp + 1
+        num_microbatches = 2 * pp if values["schedule"] in TWO_MICROBATCHES_PER_RANK else pp + 1
         if values["ramp"]:  # the first step of a ramp takes half of the microbatches
             num_microbatches += num_microbatches % 2
         return min(self.cfg.train.global_batch, dp * values["micro_batch"] * num_microbatches)
@@ -385,7 +386,7 @@ def check_provable(cfg: Config) -> None:
         raise ConfigError("data.pack: best_fit places whole documents, and a file without an index has none")
     if cfg.data.dtype and (cfg.data.fim_rate or cfg.data.bos):
         raise ConfigError("data.tokenizer: bytes has neither sentinels nor a start token")
-    if cfg.checkpoint.branch and any(0 < phase.steps_before <= TRUNK_STEPS for phase in phases_of(cfg).all):
+    if cfg.checkpoint.branch and any(0 < phase.steps_before <= TRUNK_STEPS for phase in get_phases(cfg).all):
         raise ConfigError("train.phases: a phase begins where the branch does, or before")
     experts = mixture(model)
     aux = experts.router.aux if experts else None
@@ -524,13 +525,13 @@ def draw_cells(
     """Draw at most n legal cells that `wanted` accepts, one per layout before a second of any."""
     stream = random.Random(seed)
 
-    def cells_of(layout: Values) -> Iterator[Values]:
+    def get_cells(layout: Values) -> Iterator[Values]:
         for chosen in switches(stream):
             cell = layout | chosen
             if wanted(cell) and found.is_legal(cell):
                 yield cell
 
-    sources = [cells_of(layout) for layout in stream.sample(found.layouts, len(found.layouts))]
+    sources = [get_cells(layout) for layout in stream.sample(found.layouts, len(found.layouts))]
     cells: list[Values] = []
     while sources and len(cells) < n:
         not_exhausted = []

@@ -182,10 +182,10 @@ def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
     for block in stage.blocks:
         assert isinstance(block, TransformerBlock)
         modules.append((block, "residual"))
-        if block.attn is not None:
-            has_softmax = isinstance(block.attn, (Attention, MultiLatentAttention))
-            modules.append((block.attn, "attention" if has_softmax else "state"))
-            modules += [(part, "") for part in block.attn.modules() if isinstance(part, SplitProjection)]
+        if block.mixer is not None:
+            has_softmax = isinstance(block.mixer, (Attention, MultiLatentAttention))
+            modules.append((block.mixer, "attention" if has_softmax else "state"))
+            modules += [(part, "") for part in block.mixer.modules() if isinstance(part, SplitProjection)]
         if block.mlp is not None:
             modules.append((block.mlp, "mlp"))
         if isinstance(block.mlp, MoE):
@@ -280,12 +280,12 @@ def rows(cfg: Config, widths: tuple[int, ...], mup: bool) -> list[Row]:
         check_rules(cell)
     measured = [measure(cell) for cell in cells]
 
-    found: list[Row] = []
+    results: list[Row] = []
     for i, what in enumerate(("size", "change")):
         for kind in measured[0]:
             values = [of_width[kind][i] for of_width in measured]
-            found.append(Row(kind, what, values, exponent(widths, values)))
-    return found
+            results.append(Row(kind, what, values, exponent(widths, values)))
+    return results
 
 
 def verdict(standard: list[Row], mup: list[Row]) -> list[str]:

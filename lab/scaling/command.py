@@ -68,7 +68,7 @@ def arguments() -> argparse.ArgumentParser:
     fit.add_argument("--bootstraps", type=int, default=1000, help="fits to runs drawn again")
     fit.add_argument("--json", action="store_true", help="print one JSON object")
 
-    following = commands.add_parser("next", help="foretell the loss of the next size, and run it")
+    following = commands.add_parser("next", help="predict the loss of the next size, and run it")
     following.add_argument("folder", type=Path, help="of a ladder")
     following.add_argument("--depth", type=int, help="of the next size (default: one more than the largest)")
     following.add_argument("--predict", action="store_true", help="foretell only")
@@ -92,8 +92,8 @@ def arguments() -> argparse.ArgumentParser:
     systems.add_argument("--out", type=Path, default=Path("runs/systems"), help="folder of the runs")
     systems.add_argument("--recipe", default="quickstart", help="of train.py")
     systems.add_argument("--ranks", default="1,2", help="numbers of processes")
-    systems.add_argument("--layout", action="append", help="keys of parallel.*, as 'tp 2, zero 1'; '' is "
-                         "data parallelism alone; may be given several times (default: '' and 'zero 1')")
+    systems.add_argument("--layout", action="append", help="keys of parallel.*, such as 'tp 2, zero 1'; '' "
+                         "is data parallelism alone; may be given several times (default: '' and 'zero 1')")
     systems.add_argument("--mode", choices=(*MODES, "both"), default="both",
                          help="the same batch on all ranks, one that grows with them, or both")
     systems.add_argument("--steps", type=int, default=12, help="of each run")

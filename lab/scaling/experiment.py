@@ -19,7 +19,7 @@ import numpy as np
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
 from durable import restarts
-from lab.scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
+from lab.scaling.ladder import Ladder, LadderRun, get_runs, train_arguments
 from plan.points import NON_EMBEDDING, Array, Points, make_points
 from runtime.lines import is_missing, read_metrics
 from runtime.stop import SIGNALS, is_under_nohup
@@ -46,14 +46,14 @@ class Programs:
         for number in SIGNALS:
             if is_under_nohup(number):
                 continue
-            self.previous[number] = signal.signal(number, self.pass_on)
+            self.previous[number] = signal.signal(number, self.forward_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def pass_on(self, number: int, frame: object) -> None:
+    def forward_signal(self, number: int, frame: object) -> None:
         self.is_stopped = True
         for process in tuple(self.running):
             process.send_signal(number)
@@ -107,7 +107,7 @@ def kept_line(runs: Iterable[Path]) -> str:
     reasons = [reason for reason in map(restarts.read_reason, folders) if reason and reason.code]
     again = str(int(all(reason.requeue for reason in reasons))) if reasons else "-"
     hosts = [host for folder in folders for host in restarts.hosts_with_wrong_devices(folder)]
-    return f"{steps} {again} {restarts.words_of_hosts(set(hosts))}"
+    return f"{steps} {again} {restarts.host_words(set(hosts))}"
 
 
 def run_all(chains: Iterable[Callable[[], int]], jobs: int) -> int:
@@ -188,7 +188,7 @@ def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = N
     Raises ConfigError, which names the run, if one is not done or has no finite loss.
     """
     rows: list[dict[str, float | str]] = []
-    for run in (run for depth in depths or ladder.depths for run in runs_of(ladder, depth)):
+    for run in (run for depth in depths or ladder.depths for run in get_runs(ladder, depth)):
         loss = final_loss(folder / run.name, run.steps)
         if loss is None:
             raise ConfigError(f"{folder / run.name}: not done ({run.steps} steps and an evaluation); finish "
@@ -211,7 +211,7 @@ def training_curves(ladder: Ladder, folder: Path) -> dict[int, tuple[Array, Arra
     """Return {depth: (FLOPs [steps], training loss [steps])} of the longest run of each size."""
     curves: dict[int, tuple[Array, Array]] = {}
     for depth in ladder.depths:
-        trunk = runs_of(ladder, depth)[0]
+        trunk = get_runs(ladder, depth)[0]
         rows, _ = read_metrics(folder / trunk.name)
         of_step = trunk.flops / trunk.steps
         flops = np.array([row["step"] * of_step for row in rows])

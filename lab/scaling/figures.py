@@ -18,8 +18,8 @@ HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # for a forecast of a single p
 WIDTH, HEIGHT = 7.2, 4.8  # of a panel, in inches
 DPI = 140
 CURVE_POINTS = 200
-MOST_NAMED = 10  # maximum sizes in a legend; with more, only the smallest and the largest are named
-MOST_DRAWN = 1500  # maximum points per training curve
+MAX_SHOWN_NAMES = 10  # maximum sizes in a legend; with more, only the smallest and the largest are named
+MAX_DRAWN = 1500  # maximum points per training curve
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def draw_envelope(curves: dict[float, tuple[Array, Array]], path: Path) -> None:
     with figure(path, title, "FLOPs", "training loss (nats per token)") as axes:
         axes.set_xscale("log")
         for (size, (flops, loss)), colour in zip(smooth.items(), shades(len(smooth))):
-            shown = np.unique(np.geomspace(1, len(flops), MOST_DRAWN).astype(int)) - 1
+            shown = np.unique(np.geomspace(1, len(flops), MAX_DRAWN).astype(int)) - 1
             axes.plot(flops[shown], loss[shown], color=colour, lw=1.2, label=f"{size:,.0f} parameters")
         budgets, _, losses = envelope(smooth)
         axes.plot(budgets, losses, color=BEST, lw=2.2, label="least at each budget")
@@ -113,7 +113,7 @@ def draw_fit(points: Points, fit: Fit, path: Path) -> None:
         sizes = points.sizes
         for size, colour in zip(sizes, shades(len(sizes))):
             own = points.parameters == size
-            is_named = len(sizes) <= MOST_NAMED or size in (sizes[0], sizes[-1])
+            is_named = len(sizes) <= MAX_SHOWN_NAMES or size in (sizes[0], sizes[-1])
             label = f"{size:,.0f} parameters" if is_named else None
             axes.plot(predicted[own], points.loss[own], "o", color=colour, ms=5, label=label)
         axes.legend(frameon=False, fontsize=9)

@@ -21,7 +21,7 @@ from config.reading.sizes import sizes_at_width
 from config.reading.suggestions import check_rules
 from config.tree import plain_data
 from lab.scaling.manifest import first_difference, refuse_other, write_manifest
-from lab.scaling.settings import refuse_own_keys, words_of
+from lab.scaling.settings import refuse_own_keys, to_arguments
 from model.attention import AttentionConfig
 from model.mlp import MLPConfig
 from plan.count import flops_per_token, parameters
@@ -29,9 +29,9 @@ from plan.count import flops_per_token, parameters
 LADDER_FILE = "ladder.json"  # in the folder of a ladder
 DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % sufficient)
 STEP_UNIT = round(1 / DECAY_FRACTION)  # steps of a run are a multiple: its decay starts at a whole step
-LEAST_STEPS = 50  # of the shortest run
+MIN_STEPS = 50  # of the shortest run
 TRIED_FACTORS = (2, 4, 8, 16, 32, 64, 128)  # for more FLOPs or smaller batches, if runs are too short
-LEAST_BUDGETS = 2  # a power law of the budget needs at least two
+MIN_BUDGETS = 2  # a power law of the budget needs at least two
 WARMUP_SHARE = 0.1  # of the shortest run: train.py's limit for a separate run
 # keys that a ladder sets in every run, besides those that follow from the depth (model_keys)
 OWN_KEYS = (
@@ -133,31 +133,32 @@ def check_added_depths(before: Ladder, ladder: Ladder, folder: Path) -> None:
 def check_ladder(ladder: Ladder) -> None:
     """Raise ConfigError for a ladder that cannot be run, or that cannot reveal a law."""
     if not (math.isfinite(ladder.flops) and ladder.flops > 0):
-        raise ConfigError(f"--flops: {ladder.flops}; FLOPs of the first budget, above 0, as 6e11")
+        raise ConfigError(f"--flops: {ladder.flops}; FLOPs of the first budget, above 0, such as 6e11")
     if len(set(ladder.depths)) != len(ladder.depths) or min(ladder.depths, default=0) < 1:
-        raise ConfigError("--depths: different numbers of layers, all at least 1, as 2,3,4,5")
+        raise ConfigError("--depths: different numbers of layers, all at least 1, such as 2,3,4,5")
     if len(ladder.depths) < 3:
-        raise ConfigError(f"--depths: {len(ladder.depths)} sizes, and a law needs three or more, as 2,3,4,5")
-    if ladder.budgets < LEAST_BUDGETS or ladder.ratio < 2:
-        raise ConfigError(f"--budgets: at least {LEAST_BUDGETS}, from which the fit has a power law, with a "
+        raise ConfigError(f"--depths: {len(ladder.depths)} sizes, and a law needs three or more, such as "
+                          "2,3,4,5")
+    if ladder.budgets < MIN_BUDGETS or ladder.ratio < 2:
+        raise ConfigError(f"--budgets: at least {MIN_BUDGETS}, from which the fit has a power law, with a "
                           "--ratio of 2 or more between one and the next")
     if ladder.aspect < 1 or ladder.head_dim < 1:
         raise ConfigError(f"--aspect, --head-dim: {ladder.aspect} and {ladder.head_dim}; both at least 1")
     if ladder.aspect % ladder.head_dim:
-        raise ConfigError(f"--aspect: {ladder.aspect} is no multiple of --head-dim {ladder.head_dim}")
+        raise ConfigError(f"--aspect: {ladder.aspect} is not a multiple of --head-dim {ladder.head_dim}")
     check_settings(ladder)
-    for run in runs_of(ladder):
+    for run in get_runs(ladder):
         check_rules(config_of_depth(ladder, run.depth))
-        if run.steps < LEAST_STEPS:
+        if run.steps < MIN_STEPS:
             budget = ladder.all_flops()[run.budget]
             raise ConfigError(
                 f"--flops: {run.name} would have {run.steps} steps in {budget:.3g} FLOPs, and fewer than "
-                f"{LEAST_STEPS} show no law; {ways_to_more_steps(ladder)}"
+                f"{MIN_STEPS} show no law; {more_steps_hint(ladder)}"
             )
     check_warmup(ladder)
 
 
-def ways_to_more_steps(ladder: Ladder) -> str:
+def more_steps_hint(ladder: Ladder) -> str:
     """Return options that make the runs of a ladder long enough; each has been checked."""
     settings = dict(ladder.settings)
     train = config_of_depth(ladder, min(ladder.depths)).train
@@ -166,28 +167,28 @@ def ways_to_more_steps(ladder: Ladder) -> str:
         more = {"train.global_batch": str(batch), "train.micro_batch": str(min(batch, train.micro_batch))}
         return replace(ladder, settings=tuple((settings | more).items()))
 
-    found: list[str] = []
+    results: list[str] = []
     for times in TRIED_FACTORS:
         if is_long_enough(replace(ladder, flops=ladder.flops * times)):
-            found.append(f"--flops {ladder.flops * times:.3g}")
+            results.append(f"--flops {ladder.flops * times:.3g}")
             break
     for divisor in TRIED_FACTORS:
         batch = train.global_batch // divisor
         if batch and is_long_enough(with_batch(batch)):
             words = dict(with_batch(batch).settings)
-            found.append(words_text(words, ("train.global_batch", "train.micro_batch")))
+            results.append(words_text(words, ("train.global_batch", "train.micro_batch")))
             break
-    return f"try {', or '.join(found)}" if found else "raise --flops"
+    return f"try {', or '.join(results)}" if results else "raise --flops"
 
 
 def words_text(settings: dict[str, str], keys: tuple[str, ...]) -> str:
     """Return these keys as command-line arguments."""
-    return " ".join(words_of((key, settings[key]) for key in keys))
+    return " ".join(to_arguments((key, settings[key]) for key in keys))
 
 
 def is_long_enough(ladder: Ladder) -> bool:
-    """Return whether all runs have at least LEAST_STEPS, and a stable phase after the warmup."""
-    if any(run.steps < LEAST_STEPS for run in runs_of(ladder)):
+    """Return whether all runs have at least MIN_STEPS, and a stable phase after the warmup."""
+    if any(run.steps < MIN_STEPS for run in get_runs(ladder)):
         return False
     try:
         check_warmup(ladder)
@@ -201,24 +202,24 @@ def check_settings(ladder: Ladder) -> None:
     """Raise ConfigError for keys of train.py that a ladder sets itself or does not support."""
     own = (*OWN_KEYS, *(f"model.{key}" for key in model_keys(ladder, min(ladder.depths))))
     refuse_own_keys(ladder.settings, own, "a ladder")
-    train = resolve(ladder.recipe, None, words_of(ladder.settings)).train
+    train = resolve(ladder.recipe, None, to_arguments(ladder.settings)).train
     for key in ("ramp", "phases"):
         if getattr(train, key) is not None:
             raise ConfigError(f"train.{key}: a ladder counts steps of train.global_batch sequences, all with "
                               "the same settings; set it to none")
 
 
-def warmup_of(ladder: Ladder, depth: int) -> int:
+def get_warmup(ladder: Ladder, depth: int) -> int:
     """Return the warmup steps of every run of this size: those of its trunk, which the others resume."""
-    trunk = runs_of_depth(ladder, depth)[0]
+    trunk = get_depth_runs(ladder, depth)[0]
     # as in optim/lr.py
     return min(config_of_depth(ladder, depth).optim.warmup, trunk.steps // 10)
 
 
 def check_warmup(ladder: Ladder) -> None:
     """Raise ConfigError if the warmup of a size's shortest run takes longer than its decay."""
-    depth = min(ladder.depths, key=lambda each: runs_of_depth(ladder, each)[-1].steps)
-    warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
+    depth = min(ladder.depths, key=lambda each: get_depth_runs(ladder, each)[-1].steps)
+    warmup, shortest = get_warmup(ladder, depth), get_depth_runs(ladder, depth)[-1]
     if warmup > DECAY_FRACTION * shortest.steps:
         raise ConfigError(
             f"optim.warmup: {warmup} steps in all runs of depth {depth}, of which {shortest.name} has "
@@ -231,7 +232,7 @@ def warmup_line(ladder: Ladder, depth: int) -> str | None:
     """Return by how much the warmup of a size's shortest run exceeds that of a separate run, None if it does
     not.
     """
-    warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
+    warmup, shortest = get_warmup(ladder, depth), get_depth_runs(ladder, depth)[-1]
     most = int(WARMUP_SHARE * shortest.steps)
     if warmup <= most:
         return None
@@ -241,7 +242,7 @@ def warmup_line(ladder: Ladder, depth: int) -> str | None:
 
 def config_of_depth(ladder: Ladder, depth: int) -> Config:
     """Return the recipe with the ladder's settings and the model of this depth."""
-    cfg = resolve(ladder.recipe, None, words_of(ladder.settings))
+    cfg = resolve(ladder.recipe, None, to_arguments(ladder.settings))
     tree = merge(plain_data(cfg.model), model_keys(ladder, depth), ModelConfig)
     return replace(cfg, model=build_tree(ModelConfig, tree, "model."))
 
@@ -265,15 +266,15 @@ def family_model(head_dim: int) -> ModelConfig:
     return replace(defaults().model, hidden=3 * head_dim, mixer=mixer, mlp=MLPConfig(width=8 * head_dim))
 
 
-def runs_of(ladder: Ladder, depth: int | None = None) -> list[LadderRun]:
+def get_runs(ladder: Ladder, depth: int | None = None) -> list[LadderRun]:
     """Return the runs of the ladder, or of one depth, in a valid order: each depth's trunk comes first."""
-    found: list[LadderRun] = []
+    results: list[LadderRun] = []
     for each in ladder.depths if depth is None else (depth,):
-        found += runs_of_depth(ladder, each)
-    return found
+        results += get_depth_runs(ladder, each)
+    return results
 
 
-def runs_of_depth(ladder: Ladder, depth: int) -> list[LadderRun]:
+def get_depth_runs(ladder: Ladder, depth: int) -> list[LadderRun]:
     cfg = config_of_depth(ladder, depth)
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: none, and a ladder counts parameters before the tokenizer is read; "
@@ -334,7 +335,7 @@ def train_arguments(ladder: Ladder, run: LadderRun, folder: Path) -> list[str]:
     if run.trunk is not None:
         branch = folder / run.trunk / "checkpoints" / f"step_{run.branch_step:08d}"
         settings["checkpoint.resume"] = str(branch)
-    return [ladder.recipe, *words_of(settings.items())]
+    return [ladder.recipe, *to_arguments(settings.items())]
 
 
 def describe_ladder(ladder: Ladder) -> str:
@@ -343,7 +344,7 @@ def describe_ladder(ladder: Ladder) -> str:
     lines = [f"{'depth':>5}{'width':>7}{'parameters':>12}  " + "".join(f"{flops:>12.2g}" for flops in budgets)
              + "  FLOPs"]
     for depth in ladder.depths:
-        runs = sorted(runs_of_depth(ladder, depth), key=lambda run: run.budget)
+        runs = sorted(get_depth_runs(ladder, depth), key=lambda run: run.budget)
         width = model_keys(ladder, depth)["hidden"]
         tokens = "".join(f"{run.tokens / 1e6:>11.2f}M" for run in runs)
         lines.append(f"{depth:>5}{width:>7}{runs[0].parameters:>12,}  {tokens}  tokens")

@@ -18,18 +18,18 @@ from lab.scaling.ladder import (
     Ladder,
     check_ladder,
     describe_ladder,
+    get_runs,
     read_ladder,
-    runs_of,
     warmup_line,
     write_ladder,
 )
 from lab.scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
 from lab.scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
-from lab.scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, jobs_of, parse_settings, say
+from lab.scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, get_jobs, parse_settings, say
 from plan.laws import CHINCHILLA, KAPLAN, Fit, Law, fit_law
 from plan.points import Array, Points, check_enough, read_points, write_points
 
-LEAST_BOOTSTRAPS = 2  # a percentile needs several draws
+MIN_BOOTSTRAPS = 2  # a percentile needs several draws
 SECONDS_BETWEEN_LINES = 10.0  # interval of progress lines
 
 # ---- ladder ------------------------------------------------------------------------------------------------
@@ -52,15 +52,15 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
                           f"{len(ladder.depths) - 1}")
     depth = None if args.rung is None else ladder.depths[args.rung]
     if args.kept:
-        say(kept_line(args.out / run.name for run in runs_of(ladder, depth)))
+        say(kept_line(args.out / run.name for run in get_runs(ladder, depth)))
         return 0
-    jobs = jobs_of(args)
+    jobs = get_jobs(args)
     say(describe_ladder(ladder))
     say_warmups(ladder, ladder.depths)
     if args.show:
         return 0
     write_ladder(ladder, args.out)
-    code = run_ladder(ladder, runs_of(ladder, depth), args.out, ranks=args.ranks, jobs=jobs, report=say)
+    code = run_ladder(ladder, get_runs(ladder, depth), args.out, ranks=args.ranks, jobs=jobs, report=say)
     if code == 0 and args.rung is None:
         say(f"next     python -m scripts.scaling fit {args.out}")
     return code
@@ -78,7 +78,7 @@ def parse_depths(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--depths: {text!r} is no list of whole numbers, as 2,3,4,5,6") from error
+        raise ConfigError(f"--depths: {text!r} is not a list of whole numbers, such as 2,3,4,5,6") from error
 
 
 # ---- fit ---------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def fit_command(args: argparse.Namespace) -> int:
         points, out = ladder_points(ladder, args.folder), args.out or args.folder / "fit"
     check_enough(points)
 
-    fits = [told_fit(law, points, args.bootstraps) for law in (CHINCHILLA, KAPLAN)]
+    fits = [fit_with_progress(law, points, args.bootstraps) for law in (CHINCHILLA, KAPLAN)]
     out.mkdir(parents=True, exist_ok=True)
     write_points(points, out / "points.csv")
     budgets = np.geomspace(points.flops.min(), points.flops.max(), 4)
@@ -122,14 +122,14 @@ def fit_command(args: argparse.Namespace) -> int:
     if found.optima:
         say("\n".join(optimum_lines(found.optima, shown, output_width())))
     for approach, why in found.missing.items():
-        say("\n".join(wrapped(f"{approach}: not to be had: {why}", output_width())))
+        say("\n".join(wrapped(f"{approach}: not available: {why}", output_width())))
     say(f"\nfigures, points.csv and fit.json in {out}")
     if ladder is not None:
         say(f"next     python -m scripts.scaling next {args.folder}")
     return 0
 
 
-def told_fit(law: Law, points: Points, bootstraps: int) -> Fit:
+def fit_with_progress(law: Law, points: Points, bootstraps: int) -> Fit:
     """Call fit_law, with progress lines on stderr."""
     told = time.monotonic()
 
@@ -144,8 +144,8 @@ def told_fit(law: Law, points: Points, bootstraps: int) -> Fit:
 
 def check_bootstraps(count: int) -> None:
     """Raise ConfigError if there are too few bootstraps."""
-    if count < LEAST_BOOTSTRAPS:
-        raise ConfigError(f"--bootstraps: {count}; at least {LEAST_BOOTSTRAPS}, from which the intervals are")
+    if count < MIN_BOOTSTRAPS:
+        raise ConfigError(f"--bootstraps: {count}; at least {MIN_BOOTSTRAPS}, from which the intervals are")
 
 
 @dataclass
@@ -168,8 +168,8 @@ class Approaches:
 
 def add_ladder_optima(found: Approaches, ladder: Ladder, folder: Path, points: Points, out: Path) -> None:
     """Add the two approaches that need a ladder, with their figures."""
-    sizes = {run.depth: float(run.parameters) for run in runs_of(ladder)}
-    budget_of = {run.name: run.budget for run in runs_of(ladder)}
+    sizes = {run.depth: float(run.parameters) for run in get_runs(ladder)}
+    budget_of = {run.name: run.budget for run in get_runs(ladder)}
 
     def along_curves() -> Optimum:
         curves: dict[float, tuple[Array, Array]] = {}
@@ -203,8 +203,8 @@ def next_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"--depth: {depth} is in the ladder; the next size is one that is not")
 
     # the prediction is written before the run
-    fit = told_fit(CHINCHILLA, points, args.bootstraps)
-    runs = runs_of(ladder, depth)
+    fit = fit_with_progress(CHINCHILLA, points, args.bootstraps)
+    runs = get_runs(ladder, depth)
     for run in runs:
         line = forecast_line(forecast(fit, run.name, run.parameters, run.tokens))
         say("\n".join(wrapped(line, output_width())))

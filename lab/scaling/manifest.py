@@ -28,7 +28,7 @@ def keep_manifest(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...
         if changed is not None:
             refuse_other(path, what, *changed)
     elif has_results:
-        raise ConfigError(f"--out: {path.parent} has results, and no {path.name} that says of which {what}; "
+        raise ConfigError(f"--out: {path.parent} has results, and no {path.name} that says which {what}; "
                           "choose another folder")
     whole = dict(tree)
     for key in may_grow:

@@ -47,7 +47,7 @@ def refuse_own_keys(settings: Iterable[tuple[str, str]], own: Iterable[str], wha
             raise ConfigError(f"{key}: {what} sets it itself; leave it out")
 
 
-def words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
+def to_arguments(settings: Iterable[tuple[str, str]]) -> list[str]:
     """Return [key, value] pairs as train.py arguments."""
     words: list[str] = []
     for key, value in settings:
@@ -60,7 +60,7 @@ def parse_numbers(option: str, text: str) -> tuple[float, ...]:
     try:
         numbers = tuple(float(word) for word in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"{option}: {text!r} is no list of numbers, as 1,2,4") from error
+        raise ConfigError(f"{option}: {text!r} is not a list of numbers, such as 1,2,4") from error
     if not all(map(math.isfinite, numbers)):
         raise ConfigError(f"{option}: {text!r} has a number that is not finite")
     return numbers
@@ -70,11 +70,11 @@ def parse_whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """Parse whole numbers separated by commas. Raises ConfigError."""
     numbers = parse_numbers(option, text)
     if not all(number.is_integer() for number in numbers):
-        raise ConfigError(f"{option}: {text!r} is no list of whole numbers, as 1,2,4")
+        raise ConfigError(f"{option}: {text!r} is not a list of whole numbers, such as 1,2,4")
     return tuple(int(number) for number in numbers)
 
 
-def jobs_of(args: argparse.Namespace) -> int:
+def get_jobs(args: argparse.Namespace) -> int:
     """Return the concurrent runs: --jobs, or for the quickstart one a core. Raises ConfigError below 1."""
     if args.jobs is None:
         jobs = usable_cores() if args.recipe == "quickstart" else 1

@@ -21,13 +21,13 @@ from config import Config, ConfigError
 from config.reading import resolve
 from lab.scaling.experiment import final_loss
 from lab.scaling.manifest import keep_manifest
-from lab.scaling.settings import refuse_own_keys, words_of
-from plan.job import job_of_rank
+from lab.scaling.settings import refuse_own_keys, to_arguments
+from plan.job import make_rank_job
 from plan.points import SMOOTHING, Array, smoothed
 from runtime.lines import Rows, read_metrics
 
 COLUMNS = ("run", "rate", "batch_tokens", "steps", "loss", "train_loss", "steps_to_target", "noise_scale")
-LEAST_STEPS = 20  # of a run, for the smoothing
+MIN_STEPS = 20  # of a run, for the smoothing
 SWEEP_FILE = "sweep.json"  # in the folder of a sweep
 # keys that a sweep sets in every run, besides train.global_batch, which eval.batches depends on
 OWN_KEYS = (
@@ -125,15 +125,15 @@ class CriticalBatch:
 
 def config_of_sweep(sweep: Sweep) -> Config:
     """Return the recipe with the sweep's settings."""
-    return resolve(sweep.recipe, None, words_of(sweep.settings))
+    return resolve(sweep.recipe, None, to_arguments(sweep.settings))
 
 
 def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
     """Raise ConfigError for a sweep that cannot be run."""
     if not sweep.rates or min(sweep.rates) <= 0 or len(set(sweep.rates)) != len(sweep.rates):
-        raise ConfigError("--rates: different learning rates above 0, as 1e-3,2e-3,4e-3")
+        raise ConfigError("--rates: different learning rates above 0, such as 1e-3,2e-3,4e-3")
     if not sweep.batches or min(sweep.batches) < 1 or len(set(sweep.batches)) != len(sweep.batches):
-        raise ConfigError("--batches: different numbers of sequences, all at least 1, as 8,16,32")
+        raise ConfigError("--batches: different numbers of sequences, all at least 1, such as 8,16,32")
     refuse_own_keys(sweep.settings, OWN_KEYS, "a sweep")
     cfg = config_of_sweep(sweep)
     for key in ("ramp", "phases"):
@@ -148,14 +148,14 @@ def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
                 f"batches {cfg.eval.batches} of {cfg.train.global_batch}), which all runs share; try "
                 f"--eval.batches {batches_for_all(sweep, cfg)}"
             )
-    for run in runs_of_sweep(sweep):
-        if run.steps < LEAST_STEPS:
+    for run in get_sweep_runs(sweep):
+        if run.steps < MIN_STEPS:
             raise ConfigError(
                 f"--tokens: {run.name} would have {run.steps} steps of {run.batch_tokens:,} tokens, and "
-                f"fewer than {LEAST_STEPS} show nothing; raise --tokens, or leave the batch out"
+                f"fewer than {MIN_STEPS} show nothing; raise --tokens, or leave the batch out"
             )
         name, *argv = sweep_arguments(sweep, run, folder, ranks)
-        job_of_rank(resolve(name, None, argv), ranks, rank=0)
+        make_rank_job(resolve(name, None, argv), ranks, rank=0)
 
 
 def keep_sweep(sweep: Sweep, folder: Path) -> None:
@@ -170,7 +170,7 @@ def keep_sweep(sweep: Sweep, folder: Path) -> None:
         "rates": list(sweep.rates),
         "batches": list(sweep.batches),
     }
-    has_results = any((folder / run.name).exists() for run in runs_of_sweep(sweep))
+    has_results = any((folder / run.name).exists() for run in get_sweep_runs(sweep))
     keep_manifest(
         folder / SWEEP_FILE,
         tree,
@@ -191,7 +191,7 @@ def batches_for_all(sweep: Sweep, cfg: Config) -> int:
     return math.ceil(cfg.eval.batches / unit) * unit
 
 
-def runs_of_sweep(sweep: Sweep) -> list[SweepRun]:
+def get_sweep_runs(sweep: Sweep) -> list[SweepRun]:
     """Return every rate at every batch, largest batch first, since it has the fewest steps."""
     seq_len = config_of_sweep(sweep).train.seq_len
     runs: list[SweepRun] = []
@@ -216,7 +216,8 @@ def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> li
     """
     given = dict(sweep.settings)
     largest = run.batch // (ranks if ranks > 1 else 2)
-    micro_batch = micro_batch_of(run.batch // ranks, min(config_of_sweep(sweep).train.micro_batch, largest))
+    micro_batch = choose_micro_batch(run.batch // ranks,
+                                     min(config_of_sweep(sweep).train.micro_batch, largest))
     is_split = run.batch > micro_batch
     settings = given | {
         "log.dir": str(folder),
@@ -231,10 +232,10 @@ def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> li
         "eval.batches": str(validation_sequences(config_of_sweep(sweep)) // run.batch),
         "eval.sample": "0",
     }
-    return [sweep.recipe, *words_of(settings.items())]
+    return [sweep.recipe, *to_arguments(settings.items())]
 
 
-def micro_batch_of(sequences: int, most: int) -> int:
+def choose_micro_batch(sequences: int, most: int) -> int:
     """Return the largest divisor of a rank's sequences that is at most `most` and at least 1."""
     return max(divisor for divisor in config.divisors(sequences) if divisor <= max(1, most))
 

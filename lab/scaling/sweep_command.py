@@ -13,7 +13,7 @@ from lab.scaling.experiment import Programs, kept_line, run_all, torchrun_words
 from lab.scaling.settings import (
     LAPTOP_MODEL,
     LAPTOP_SETTINGS,
-    jobs_of,
+    get_jobs,
     parse_numbers,
     parse_settings,
     parse_whole_numbers,
@@ -24,9 +24,9 @@ from lab.scaling.sweep import (
     SweepRun,
     check_sweep,
     critical_batch,
+    get_sweep_runs,
     keep_sweep,
     read_curve,
-    runs_of_sweep,
     sweep_arguments,
     sweep_lines,
     write_sweep,
@@ -50,7 +50,7 @@ from lab.scaling.systems import (
     write_table,
 )
 from plan.cost import cluster
-from plan.efficiency import efficiency_of
+from plan.efficiency import get_efficiency
 from plan.machine import read_machine
 from runtime.guard import NonFiniteLoss
 from runtime.setup import pick_device
@@ -66,9 +66,9 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
         tokens=tokens_of(args.tokens),
         settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL),
     )
-    jobs = jobs_of(args)
+    jobs = get_jobs(args)
     check_sweep(sweep, args.out, args.ranks)
-    runs = runs_of_sweep(sweep)
+    runs = get_sweep_runs(sweep)
     if args.only is not None:
         if not 0 <= args.only < len(runs):
             raise ConfigError(f"--only: {args.only}, and the runs are 0 to {len(runs) - 1}")
@@ -79,7 +79,7 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
     keep_sweep(sweep, args.out)
 
     with Programs() as programs:
-        chains = [partial(run_of_sweep, sweep, run, args, programs) for run in runs]
+        chains = [partial(run_sweep_cell, sweep, run, args, programs) for run in runs]
         code = run_all(chains, jobs)
     if code or args.only is not None:
         return code
@@ -100,11 +100,11 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
 def tokens_of(number: float) -> int:
     """Return --tokens as a whole number. Raises ConfigError."""
     if not (math.isfinite(number) and number >= 1):
-        raise ConfigError(f"--tokens: {number}; tokens of each run, at least 1, as 1e6")
+        raise ConfigError(f"--tokens: {number}; tokens of each run, at least 1, such as 1e6")
     return round(number)
 
 
-def run_of_sweep(sweep: Sweep, run: SweepRun, args: argparse.Namespace, programs: Programs) -> int:
+def run_sweep_cell(sweep: Sweep, run: SweepRun, args: argparse.Namespace, programs: Programs) -> int:
     """Run a run unless it is done. Divergence is a result: the others continue."""
     output = args.out / f"{run.name}.log"
     if read_curve(run, args.out) is None:
@@ -132,7 +132,7 @@ def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
     )
     check_systems(systems)
     if args.only is not None and args.only not in systems.ranks:
-        raise ConfigError(f"--only: {args.only} is none of --ranks {args.ranks}")
+        raise ConfigError(f"--only: {args.only} is not one of --ranks {args.ranks}")
     named_hardware(systems, args)  # raises before anything is written
     keep_systems(systems, args.out, args.cluster)
 
@@ -151,7 +151,7 @@ def run_cells(systems: Systems, args: argparse.Namespace, programs: Programs) ->
     """Run all cells one after another. Returns the first nonzero exit code, or 0."""
     failed = 0
     for ranks in systems.ranks if args.only is None else (args.only,):
-        hardware = hardware_of(systems, args, ranks, programs)
+        hardware = get_hardware(systems, args, ranks, programs)
         for mode, layout in itertools.product(systems.modes, systems.layouts):
             try:
                 cell = make_cell(systems, mode, layout, ranks, hardware)
@@ -184,14 +184,14 @@ def named_hardware(systems: Systems, args: argparse.Namespace) -> Hardware | Non
     if not args.cluster:
         return None
     known = cluster(args.cluster)
-    hardware = Hardware(known, efficiency_of(known))
+    hardware = Hardware(known, get_efficiency(known))
     if cfg.train.dtype not in hardware.cluster.flops:
         raise ConfigError(f"train.dtype: configs/clusters.yaml has no {cfg.train.dtype} for "
                           f"{args.cluster}; it has {', '.join(hardware.cluster.flops)}")
     return hardware
 
 
-def hardware_of(
+def get_hardware(
     systems: Systems, args: argparse.Namespace, ranks: int, programs: Programs
 ) -> Hardware | None:
     """Return the hardware behind the forecast for this number of ranks, None on a GPU without --cluster."""

@@ -17,18 +17,18 @@ from config import Config, ConfigError
 from config.reading import resolve, unused
 from config.terminal import table_lines
 from lab.scaling.manifest import keep_manifest
-from lab.scaling.settings import words_of
+from lab.scaling.settings import to_arguments
 from plan.cost import Cluster, Efficiency, forecast
 from plan.count import flops_per_token
-from plan.job import job_of_rank
-from plan.search import job_of
+from plan.job import make_rank_job
+from plan.search import make_job
 from runtime.lines import read_metrics
 
 MODES = ("strong", "weak")
 SYSTEMS_FILE = "systems.json"  # in the folder of all cells
 CELL_FILE = "cell.json"  # in the folder of a cell, once it has run
 WARM_UP = 2  # steps of a run that are not counted: they compile, connect and allocate
-LEAST_STEPS = 5
+MIN_STEPS = 5
 TEXT_COLUMNS = ("mode", "layout")  # of the table; the others are numbers
 FIRST_TO_GO = ("its MFU", "MFU", "forecast: ms", "batch", "its efficiency")  # in a narrow terminal
 
@@ -103,7 +103,7 @@ def parse_layout(text: str) -> ScalingLayout:
     """
     words = text.replace(",", " ").replace("--", " ").replace("=", " ").split()
     if len(words) % 2:
-        raise ConfigError(f"--layout: {text!r} is no list of keys with values, as 'tp 2, zero 1'")
+        raise ConfigError(f"--layout: {text!r} is not a list of keys with values, such as 'tp 2, zero 1'")
     settings: list[tuple[str, str]] = []
     for key, value in zip(words[::2], words[1::2]):
         settings.append((key if "." in key else f"parallel.{key}", value))
@@ -114,9 +114,9 @@ def parse_layout(text: str) -> ScalingLayout:
 def check_systems(systems: Systems) -> None:
     """Raise ConfigError for what cannot run at all; impossible cells are reported later."""
     if not systems.ranks or min(systems.ranks) < 1 or len(set(systems.ranks)) != len(systems.ranks):
-        raise ConfigError("--ranks: different numbers of processes, all at least 1, as 1,2,4")
-    if systems.steps < LEAST_STEPS:
-        raise ConfigError(f"--steps: {systems.steps}; at least {LEAST_STEPS}, of which the first {WARM_UP} "
+        raise ConfigError("--ranks: different numbers of processes, all at least 1, such as 1,2,4")
+    if systems.steps < MIN_STEPS:
+        raise ConfigError(f"--steps: {systems.steps}; at least {MIN_STEPS}, of which the first {WARM_UP} "
                           "are not counted")
     names = [layout.name for layout in systems.layouts]
     if len(set(names)) != len(names):
@@ -153,7 +153,7 @@ def keep_systems(systems: Systems, folder: Path, cluster: str | None) -> None:
 
 def config_of_recipe(systems: Systems, more: tuple[tuple[str, str], ...] = ()) -> Config:
     """Return the recipe with the settings of all cells, and more. Raises ConfigError."""
-    return resolve(systems.recipe, None, words_of(systems.settings + more))
+    return resolve(systems.recipe, None, to_arguments(systems.settings + more))
 
 
 def config_of_cell(systems: Systems, mode: str, layout: ScalingLayout, ranks: int) -> Config:
@@ -165,7 +165,7 @@ def config_of_cell(systems: Systems, mode: str, layout: ScalingLayout, ranks: in
             raise ConfigError(f"train.global_batch: {cfg.train.global_batch} for {min(systems.ranks)} ranks "
                               f"does not grow to {ranks} ranks in whole sequences; set a multiple")
         cfg = replace(cfg, train=replace(cfg.train, global_batch=grown))
-    job_of_rank(cfg, ranks, rank=0)
+    make_rank_job(cfg, ranks, rank=0)
     unused.check_unused(cfg, ranks)
     return cfg
 
@@ -188,18 +188,18 @@ def make_cell(
         global_batch=cfg.train.global_batch,
         tokens=tokens,
         flops=tokens * flops_per_token(cfg.model, cfg.train.seq_len),
-        forecast_s=forecast_of(cfg, ranks, hardware) if hardware else None,
-        peak_flops=peak_of(cfg, hardware) if hardware else None,
+        forecast_s=forecast_step_seconds(cfg, ranks, hardware) if hardware else None,
+        peak_flops=get_peak_flops(cfg, hardware) if hardware else None,
     )
 
 
-def forecast_of(cfg: Config, ranks: int, hardware: Hardware) -> float:
+def forecast_step_seconds(cfg: Config, ranks: int, hardware: Hardware) -> float:
     """Return the forecast seconds of a step."""
-    job, microbatches = job_of(cfg, ranks)
+    job, microbatches = make_job(cfg, ranks)
     return forecast(job, microbatches, hardware.cluster, hardware.efficiency).step
 
 
-def peak_of(cfg: Config, hardware: Hardware) -> float:
+def get_peak_flops(cfg: Config, hardware: Hardware) -> float:
     """Return the FLOP/s of a rank, those of bf16 also for a run in fp8, as everywhere."""
     dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
     return hardware.cluster.flops[dtype]
@@ -217,7 +217,7 @@ def cell_arguments(systems: Systems, cell: ScalingCell, layout: ScalingLayout, f
         "eval.sample": "0",
         "checkpoint.every": "none",
     }
-    return [systems.recipe, *words_of(settings.items())]
+    return [systems.recipe, *to_arguments(settings.items())]
 
 
 # ---- results -----------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def efficiencies(measured: list[MeasuredCell]) -> dict[str, tuple[float, float |
     """Return {cell: (its measured efficiency, the planner's)}, relative to the fastest cell with the fewest
     ranks in the same mode.
     """
-    found: dict[str, tuple[float, float | None]] = {}
+    result: dict[str, tuple[float, float | None]] = {}
     for mode in MODES:
         own = [each for each in measured if each.cell.mode == mode]
         if not own:
@@ -272,8 +272,8 @@ def efficiencies(measured: list[MeasuredCell]) -> dict[str, tuple[float, float |
                 ours = each.cell.tokens / (each.cell.forecast_s * each.cell.ranks)
                 theirs = base.cell.tokens / (base.cell.forecast_s * fewest)
                 planned = ours / theirs
-            found[each.cell.name] = measured_share, planned
-    return found
+            result[each.cell.name] = measured_share, planned
+    return result
 
 
 def table_rows(measured: list[MeasuredCell]) -> list[dict[str, str | int | float | None]]:

@@ -70,13 +70,13 @@ def states_before(effect: AnyEffect, state: Tensor, group: Group) -> Tensor:
     widths = [x[0].numel() for x in effect]
 
     first, last = chunks_of_rank(group.index, group.size)
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for chunk in range(last):
         if chunk == first:
-            found.append(state)
+            results.append(state)
         tensors = [x.view(shape) for x, shape in zip(packed[chunk].split(widths, 1), shapes)]
         state = type(effect)(*tensors).on(state)
-    return torch.cat((*found, state))
+    return torch.cat((*results, state))
 
 
 def gather_parts(x: Tensor, group: Group) -> Tensor:

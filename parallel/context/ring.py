@@ -71,7 +71,7 @@ def send_to_next_rank(x: Tensor, group: Group) -> Passing:
 def wait_received(passing: Passing | None) -> Tensor:
     """Wait for the previous rank's data. Raise ValueError if nothing was sent, as in a ring of one rank."""
     if passing is None:
-        raise ValueError("nothing is on its way in a ring of one rank")
+        raise ValueError("nothing is in flight in a ring of one rank")
     received, transfers = passing
     for transfer in transfers:
         transfer.wait()

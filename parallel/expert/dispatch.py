@@ -111,7 +111,7 @@ def plan_dispatch(
     num_tokens, top_k = index.shape
     choices = index.flatten()  # [t k]: the expert of each (token, choice)
     if capacity is not None:
-        choices = fill_up(choices, num_experts, capacity)
+        choices = append_padding(choices, num_experts, capacity)
 
     # number of rows for each rank and expert
     if group.size == 1:
@@ -128,11 +128,11 @@ def plan_dispatch(
     by_expert = choices.to(torch.int16).argsort(stable=True)  # dropped ones first; 16 bits sort in 2 passes
     kept = by_expert[num_dropped:]
     all_chunks = total_counts([chunk.counts for chunk in chunks])
-    probs = order_of_departure(kept, [all_chunks], etp, num_choices=len(choices))
+    probs = make_send_permutation(kept, [all_chunks], etp, num_choices=len(choices))
     rows = probs
     if len(chunks) > 1:
         counts_of_chunks = [chunk.counts for chunk in chunks]
-        rows = order_of_departure(kept, counts_of_chunks, etp, num_choices=len(choices))
+        rows = make_send_permutation(kept, counts_of_chunks, etp, num_choices=len(choices))
     if capacity is not None:
         probs = with_empty_token(probs, index.numel())
         rows = with_empty_token(rows, index.numel())
@@ -140,7 +140,7 @@ def plan_dispatch(
     # from arrival order to expert order
     arrived_probs: RowOrder | None = None
     if arrivals is not None:
-        chunks, arrived_probs = with_orders_of_arrival(chunks, arrivals)
+        chunks, arrived_probs = with_arrival_orders(chunks, arrivals)
 
     rows_of_token = rows.sent_of_choice[:index.numel()].view(num_tokens, top_k * etp)
     if capacity is not None:
@@ -165,7 +165,7 @@ def plan_on_one_rank(index: Tensor, num_experts: int, group: Group) -> DispatchP
     rows, choices, per_expert = order_by_expert(index, num_experts)
     counts = RowCounts([index.numel()], [index.numel()])
     rows_per_expert: list[int] | Tensor = per_expert
-    if not stays_on_device(index):
+    if not counts_stay_on_device(index):
         rows_per_expert = with_values(per_expert, index.numel(), num_experts).tolist()
     return DispatchPlan(
         group,
@@ -181,14 +181,15 @@ def plan_on_one_rank(index: Tensor, num_experts: int, group: Group) -> DispatchP
 # ---- order of sent rows ------------------------------------------------------------------------------------
 
 
-class Departure(NamedTuple):
+class SendPermutation(NamedTuple):
     """token_choice [m] is the (token, choice) of each sent row. sent_of_choice [choices, etp] is its inverse,
     with -1 for dropped choices."""
     token_choice: Tensor
     sent_of_choice: Tensor
 
 
-def order_of_departure(kept: Tensor, counts: list[RowCounts], etp: int, num_choices: int) -> Departure:
+def make_send_permutation(kept: Tensor, counts: list[RowCounts], etp: int,
+                          num_choices: int) -> SendPermutation:
     """Order rows by chunk, rank and expert; every etp rank of an expert gets the same rows.
 
     kept [m / etp] holds the choices by expert, counts the number of rows for each rank in each chunk.
@@ -216,19 +217,19 @@ def order_of_departure(kept: Tensor, counts: list[RowCounts], etp: int, num_choi
 
     sent_of_choice = kept.new_full((num_choices, etp), -1)
     sent_of_choice[token_choice, etp_index] = torch.arange(len(token_choice), device=kept.device)
-    return Departure(token_choice, sent_of_choice)
+    return SendPermutation(token_choice, sent_of_choice)
 
 
-def with_empty_token(departure: Departure, num_choices: int) -> Departure:
+def with_empty_token(permutation: SendPermutation, num_choices: int) -> SendPermutation:
     """Map padding rows to choice number `num_choices`, which has no row itself."""
-    token_choice, sent_of_choice = departure
-    return Departure(
+    token_choice, sent_of_choice = permutation
+    return SendPermutation(
         token_choice.clamp(max=num_choices),
         pad(sent_of_choice[:num_choices], (0, 0, 0, 1), value=-1),
     )
 
 
-def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
+def append_padding(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
     """Append padding choices until every expert has `capacity` of them.
 
     [t k] -> [t k + experts * capacity]: the upper bound on missing ones; those not needed are -1.
@@ -244,7 +245,7 @@ def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
 # ---- row counts --------------------------------------------------------------------------------------------
 
 
-class Counted(NamedTuple):
+class DispatchCounts(NamedTuple):
     """num_dropped counts the choices of this rank that are not sent. chunks lack their orders of arrival.
     arrivals [chunks, ranks, local experts] are the rows from each rank for each local expert, or None if one
     rank holds all experts."""
@@ -253,7 +254,7 @@ class Counted(NamedTuple):
     arrivals: Tensor | None
 
 
-def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> Counted:
+def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> DispatchCounts:
     """Count rows where this rank holds all experts and drops or pads. choices [t k]: experts; -1: dropped.
 
     Reads the counts on the host if it has to know how many are dropped.
@@ -262,24 +263,24 @@ def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -
     if capacity is not None:
         num_dropped = len(choices) - num_experts * capacity
         rows_per_expert = [capacity] * num_experts
-        if stays_on_device(choices):
+        if counts_stay_on_device(choices):
             rows_per_expert = choices.new_full((num_experts,), capacity)
     else:
         counts = with_values(count_choices(choices, num_experts), len(choices), num_experts)
         num_dropped, *rows_per_expert = counts.tolist()
     num_kept = len(choices) - num_dropped
     chunk = ChunkPlan(RowCounts([num_kept], [num_kept]), rows_per_expert)
-    return Counted(num_dropped, [chunk], arrivals=None)
+    return DispatchCounts(num_dropped, [chunk], arrivals=None)
 
 
-def stays_on_device(choices: Tensor) -> bool:
+def counts_stay_on_device(choices: Tensor) -> bool:
     """Whether the counts of choices stay on the device: reading them would make the host wait for a GPU."""
     return choices.device.type != "cpu"
 
 
 def count_of_capacity(
     choices: Tensor, num_experts: int, group: Group, *, etp: int, capacity: int, num_chunks: int
-) -> Counted:
+) -> DispatchCounts:
     """Count rows where every rank sends `capacity` rows to every expert. Exchanges nothing."""
     num_local = num_experts * etp // group.size
     counts = torch.full((group.size, num_local), capacity)  # on the host
@@ -288,12 +289,12 @@ def count_of_capacity(
     rows_per_expert = of_chunks.sum(1).tolist()
     chunks = [ChunkPlan(RowCounts(n, n), per_expert) for n, per_expert in zip(sent, rows_per_expert)]
     num_dropped = len(choices) - num_experts * capacity
-    return Counted(num_dropped, chunks, of_chunks.to(choices.device, non_blocking=True))
+    return DispatchCounts(num_dropped, chunks, of_chunks.to(choices.device, non_blocking=True))
 
 
 def exchange_counts(
     choices: Tensor, num_experts: int, group: Group, *, etp: int, may_drop: bool, num_chunks: int
-) -> Counted:
+) -> DispatchCounts:
     """Exchange the numbers of rows between ranks: one all-to-all of [ranks, local experts].
 
     Each rank derives their split into chunks locally. Reads the counts on the host, once.
@@ -301,13 +302,13 @@ def exchange_counts(
     counts = with_values(count_choices(choices, num_experts), len(choices), num_experts)  # dropped ones first
     num_local = num_experts * etp // group.size
     of_ep_rank = counts[1:].view(-1, 1, num_local)  # [ep, 1, local experts]
-    departures = of_ep_rank.expand(-1, etp, -1).reshape(group.size, num_local)
-    arrivals = exchange_departures(departures, group, etp, is_assumed=choices.is_meta)
+    sent_counts = of_ep_rank.expand(-1, etp, -1).reshape(group.size, num_local)
+    arrivals = exchange_row_counts(sent_counts, group, etp, is_assumed=choices.is_meta)
 
     # counts of each chunk
-    departures = rows_of_chunks(departures, num_chunks)  # [chunks, ranks, local experts]
+    sent_counts = rows_of_chunks(sent_counts, num_chunks)  # [chunks, ranks, local experts]
     arrivals = rows_of_chunks(arrivals, num_chunks)
-    of_chunks = torch.cat((departures.sum(2), arrivals.sum(2), arrivals.sum(1)), dim=1)
+    of_chunks = torch.cat((sent_counts.sum(2), arrivals.sum(2), arrivals.sum(1)), dim=1)
     num_dropped, *read = torch.cat((counts[:1], of_chunks.flatten())).tolist()
 
     chunks: list[ChunkPlan] = []
@@ -316,17 +317,17 @@ def exchange_counts(
         of_chunk = read[start:start + width]
         sent, received = of_chunk[:group.size], of_chunk[group.size:2 * group.size]
         chunks.append(ChunkPlan(RowCounts(sent, received), of_chunk[2 * group.size:]))
-    return Counted(num_dropped if may_drop else 0, chunks, arrivals.to(choices.device))
+    return DispatchCounts(num_dropped if may_drop else 0, chunks, arrivals.to(choices.device))
 
 
-def exchange_departures(departures: Tensor, group: Group, etp: int, is_assumed: bool) -> Tensor:
+def exchange_row_counts(sent_counts: Tensor, group: Group, etp: int, is_assumed: bool) -> Tensor:
     """Exchange row counts: departures [ranks, local experts], sent by this rank, -> arrivals, same shape.
 
     is_assumed: other ranks do not exist (plan/record), and each is taken to send what this one does.
     """
-    arrivals = comm.all_to_all(departures, group)
+    arrivals = comm.all_to_all(sent_counts, group)
     if is_assumed:
-        own = departures[group.index // etp * etp]  # etp ranks have the same experts
+        own = sent_counts[group.index // etp * etp]  # etp ranks have the same experts
         return own.expand(group.size, -1)
     return arrivals
 
@@ -356,7 +357,7 @@ def total_counts(counts: list[RowCounts]) -> RowCounts:
     )
 
 
-def with_orders_of_arrival(
+def with_arrival_orders(
     chunks: list[ChunkPlan], arrivals: Tensor
 ) -> tuple[list[ChunkPlan], RowOrder | None]:
     """Return (the chunks with their orders, arrived_probs as in DispatchPlan).
@@ -437,10 +438,10 @@ class Dispatch:
         self.late_grads: LateWeightGrads | None = None
         if plan.group.size > 1:
             self.prob_exchange = RowExchange(plan.group, [plan.prob_counts])
-            (self.probs,) = _Leave.apply(prob_rows, self.prob_exchange)
+            (self.probs,) = _SendRows.apply(prob_rows, self.prob_exchange)
             self.row_exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
             x_rows = permute(x, *plan.sent_rows)
-            self.x_rows = _Leave.apply(x_rows, self.row_exchange)
+            self.x_rows = _SendRows.apply(x_rows, self.row_exchange)
 
             self.late_grads = late_grads if x_rows.requires_grad else None
 
@@ -449,7 +450,7 @@ class Dispatch:
         plan = self.plan
         probs = self.probs
         if plan.group.size > 1:
-            probs = _Arrive.apply(probs, self.prob_exchange, 0, None)
+            probs = _ReceiveRows.apply(probs, self.prob_exchange, 0, None)
         if plan.arrived_probs is not None:
             probs = permute(probs, *plan.arrived_probs)
         num_rows = [sum(chunk.counts.received) for chunk in plan.chunks]
@@ -457,7 +458,7 @@ class Dispatch:
 
         for number, (chunk, x, chunk_probs) in enumerate(zip(plan.chunks, self.x_rows, probs_of_chunks)):
             if plan.group.size > 1:
-                x = _Arrive.apply(x, self.row_exchange, number, self.late_grads)
+                x = _ReceiveRows.apply(x, self.row_exchange, number, self.late_grads)
             yield ExpertRows(x, chunk.order, chunk_probs)
 
 
@@ -475,7 +476,7 @@ class Combine:
         """Send the next chunk: rows like those of ExpertRows.x, each times its probability."""
         number = len(self.sent)
         if self.plan.group.size > 1:
-            rows = _Return.apply(rows, self.exchange, number, self.late_grads)
+            rows = _ReturnRows.apply(rows, self.exchange, number, self.late_grads)
         self.sent.append(rows)
 
     def tokens(self) -> Tensor:
@@ -484,7 +485,7 @@ class Combine:
         if plan.group.size == 1:
             (out,) = self.sent
         else:
-            rows = _ComeHome.apply(self.exchange, *self.sent)
+            rows = _ReceiveReturned.apply(self.exchange, *self.sent)
             out = unpermute(rows, *plan.sent_rows)
         return out[:-1] if plan.padded else out
 
@@ -506,7 +507,7 @@ class RowExchange:
         self.under_way: dict[int, PendingExchange] = {}  # by chunk
         self.home: Tensor | None = None  # buffer for returning rows
 
-    def leave(self, rows: Tensor, order: range) -> tuple[Tensor, ...]:
+    def start_sending(self, rows: Tensor, order: range) -> tuple[Tensor, ...]:
         """Start sending all rows [m, ...] to the experts, with the chunks in this order.
 
         Return the receive buffer of each chunk.
@@ -518,7 +519,7 @@ class RowExchange:
                 parts[chunk], counts.sent, counts.received, self.group)
         return tuple(self.under_way[chunk].result for chunk in range(len(parts)))
 
-    def send_back(self, rows: Tensor, chunk: int) -> Tensor:
+    def start_returning(self, rows: Tensor, chunk: int) -> Tensor:
         """Start sending the rows [r, ...] of a chunk back. Return the receive buffer."""
         counts = self.counts[chunk]
         out = None
@@ -531,15 +532,15 @@ class RowExchange:
             rows, counts.received, counts.sent, self.group, out=out, count_sent=False)
         return self.under_way[chunk].result
 
-    def arrive(self, chunk: int) -> Tensor:
+    def wait_chunk(self, chunk: int) -> Tensor:
         """Wait for a chunk to arrive. Raise RuntimeError if no exchange was started."""
         if chunk not in self.under_way:
-            raise RuntimeError(f"chunk {chunk} of an exchange of rows is waited for, and none was started")
+            raise RuntimeError(f"chunk {chunk} of an exchange of rows is waited for, but was never started")
         return self.under_way.pop(chunk).wait()
 
-    def come_home(self) -> Tensor:
+    def wait_returned(self) -> Tensor:
         """Wait for all chunks that were sent back. Return their rows [m, ...]."""
-        arrived = [self.arrive(chunk) for chunk in range(len(self.counts))]
+        arrived = [self.wait_chunk(chunk) for chunk in range(len(self.counts))]
         home, self.home = self.home, None
         return arrived[0] if home is None else home
 
@@ -548,21 +549,21 @@ class RowExchange:
         return rows.split([counts.num_sent for counts in self.counts])
 
 
-class _Leave(torch.autograd.Function):
+class _SendRows(torch.autograd.Function):
     """Start sending rows to the experts. Whatever runs before _Arrive overlaps, in the backward too."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: RowExchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        results = exchange.leave(rows, range(len(exchange.counts)))
+        results = exchange.start_sending(rows, range(len(exchange.counts)))
         return tuple(result.view(result.shape) for result in results)
 
     @staticmethod
     def backward(ctx, *dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.come_home(), None
+        return ctx.exchange.wait_returned(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _ReceiveRows(torch.autograd.Function):
     """Wait for a chunk at the experts. The backward starts sending its gradients back and overlaps the
     deferred weight gradients with that."""
 
@@ -573,19 +574,19 @@ class _Arrive(torch.autograd.Function):
         ctx.exchange = exchange
         ctx.chunk = chunk
         ctx.late_grads = late_grads
-        exchange.arrive(chunk)
+        exchange.wait_chunk(chunk)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        ctx.exchange.send_back(dy, ctx.chunk)
+        ctx.exchange.start_returning(dy, ctx.chunk)
         if ctx.late_grads is not None:
             ctx.late_grads.finish()
         return dy, None, None, None  # only its shape is read; _Leave returns the gradients that arrive
 
 
-class _Return(torch.autograd.Function):
-    """Start sending a chunk back from the experts. Whatever runs before _ComeHome overlaps with it.
+class _ReturnRows(torch.autograd.Function):
+    """Start sending a chunk back from the experts. Whatever runs before _ReceiveReturned overlaps with it.
 
     Its backward precedes that of the experts: their weight gradients are deferred from then on.
     """
@@ -597,27 +598,28 @@ class _Return(torch.autograd.Function):
         ctx.exchange = exchange
         ctx.chunk = chunk
         ctx.late_grads = late_grads
-        result = exchange.send_back(rows, chunk)
+        result = exchange.start_returning(rows, chunk)
         return result.view(result.shape)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        arrived = ctx.exchange.arrive(ctx.chunk)
+        arrived = ctx.exchange.wait_chunk(ctx.chunk)
         if ctx.late_grads is not None:
             ctx.late_grads.begin()
         return arrived, None, None, None
 
 
-class _ComeHome(torch.autograd.Function):
+class _ReceiveReturned(torch.autograd.Function):
     @staticmethod
     def forward(ctx, exchange: RowExchange, *chunks: Tensor) -> Tensor:
         ctx.exchange = exchange
-        home = exchange.come_home()
+        home = exchange.wait_returned()
         return home.view(home.shape)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         dy = dy.contiguous()
-        exchange.leave(dy, range(len(exchange.counts))[::-1])  # the last chunk's gradients are needed first
+        # the last chunk's gradients are needed first
+        exchange.start_sending(dy, range(len(exchange.counts))[::-1])
         return None, *exchange.of_chunks(dy)  # only their shapes are read

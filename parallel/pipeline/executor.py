@@ -1,13 +1,13 @@
 """Pipeline executor: run this rank's ops of a schedule.
 
-Gradient accumulation is the schedule of a pipeline of one rank.
+Without a pipeline it is gradient accumulation, the last class of this file.
 
 An activation lives from its forward until it is sent. After that only its node in the autograd graph is kept,
-without its data (like Megatron-LM's deallocation of pipeline outputs). Activations and gradients use separate
-communicators, and each transfer is posted alone: NCCL matches what is posted together with what the peer
-posts together, and those would not be the same transfers. A receive is waited for when its buffer is used, a
-send when it is known to have finished. Both ends list their transfers in the same order (add_transfers in
-schedule.py), so messages need no tags.
+without its data (like Megatron-LM's deallocation of pipeline outputs). Transfers to higher and to lower ranks
+use separate communicators, and each transfer is posted alone: NCCL matches what is posted together with what
+the peer posts together, and those would not be the same transfers. A receive is waited for when its buffer is
+used, a send when it is known to have finished. Both ends list the transfers of a communicator in the same
+order (add_transfers in schedule.py), so messages need no tags.
 """
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,9 @@ from parallel.pipeline.schedule import (
     Schedule,
     add_transfers,
     evaluation_order,
+    goes_down,
 )
-from parallel.sharding.zero import ZeroScheduler
+from parallel.sharding.zero import ZeroHooks
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Transfer
@@ -91,7 +92,7 @@ class StepState:
 class Pipeline:
     """The stages of this rank and their execution.
 
-    stages, zero_schedulers and weight_grad_stores are indexed by stage. With `offload`, activations of
+    stages, zero_hooks and weight_grad_stores are indexed by stage. With `offload`, activations of
     forwards are kept in host memory; with None they stay on the device.
     """
 
@@ -101,7 +102,7 @@ class Pipeline:
         schedule: Schedule,
         *,
         stages: Mapping[int, StageForward],
-        zero_schedulers: Mapping[int, ZeroScheduler],
+        zero_hooks: Mapping[int, ZeroHooks],
         weight_grad_stores: Mapping[int, WeightGradStore],
         hidden_shape: HiddenShape,
         offload: ActivationOffload | None = None,
@@ -109,7 +110,7 @@ class Pipeline:
         self.mesh = mesh
         self.schedule = schedule
         self.stages = stages
-        self.zero_schedulers = zero_schedulers
+        self.zero_hooks = zero_hooks
         self.weight_grad_stores = weight_grad_stores
         self.hidden_shape = hidden_shape
         self.offload = offload
@@ -137,7 +138,7 @@ class Pipeline:
                 self.start_transfer(op, state, microbatches[op.microbatch])
                 continue
 
-            zero = self.zero_schedulers[op.stage]
+            zero = self.zero_hooks[op.stage]
             if op.kind == "F":
                 zero.backward_follows = next_kinds[index] in ("B", "I")
                 loss = self.forward(op, state, microbatches[op.microbatch], scale)
@@ -153,7 +154,7 @@ class Pipeline:
 
         for op in list(state.sends):
             state.sends.pop(op).wait()
-        for zero in self.zero_schedulers.values():
+        for zero in self.zero_hooks.values():
             zero.backward_follows = False
 
         total = comm.all_reduce_sum(total, self.mesh.dp_cp)
@@ -193,7 +194,7 @@ class Pipeline:
         """Run a B, or an I, which skips the weight gradients."""
         key = (op.stage, op.microbatch)
         is_split = op.kind == "I"
-        zero = self.zero_schedulers[op.stage]
+        zero = self.zero_hooks[op.stage]
         store = self.weight_grad_stores[op.stage]
 
         # gradient of the output; the last stage starts from its loss
@@ -222,7 +223,7 @@ class Pipeline:
 
     def compute_weight_grads(self, op: Op) -> None:
         """Run a W: compute what the I of the same microbatch deferred."""
-        zero = self.zero_schedulers[op.stage]
+        zero = self.zero_hooks[op.stage]
         zero.begin_weight_grads()
         self.weight_grad_stores[op.stage].compute(op.microbatch)
         zero.end_weight_grads()
@@ -230,7 +231,7 @@ class Pipeline:
     def start_transfer(self, op: Op, state: StepState, microbatch: Microbatch) -> None:
         """Post a transfer of hidden states or of their gradient."""
         is_activation = op.kind in ("SF", "RF")
-        group = self.mesh.pp if is_activation else self.mesh.pp_backward
+        group = self.mesh.pp if goes_down(op, self.schedule.rank_of_stage) else self.mesh.pp_up
         other_stage = op.stage + 1 if op.kind in ("SF", "RB") else op.stage - 1
         other_rank = self.schedule.rank_of_stage[other_stage]
 
@@ -283,6 +284,28 @@ class Pipeline:
         return x
 
 
+class GradientAccumulation(Pipeline):
+    """A model in one stage: the forward and the backward of each microbatch, one after the other."""
+
+    def run(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor | float) -> Tensor:
+        """Return the loss as Pipeline.run does. The ops are a forward and a backward of each microbatch."""
+        model, zero = self.stages[0], self.zero_hooks[0]
+        loss_dtype = torch.promote_types(self.hidden_shape.dtype, torch.float32)
+        total = torch.zeros((), dtype=loss_dtype, device=microbatches[0].tokens.device)
+        for microbatch in microbatches:
+            zero.is_last_microbatch = microbatch is microbatches[-1]
+            zero.backward_follows = torch.is_grad_enabled()
+            with self.saving_activations():
+                loss = model(microbatch.tokens, microbatch, scale)
+            total += loss.detach()
+            if zero.backward_follows:
+                loss.backward()
+                if zero.first_is_embedding:
+                    zero.end_embedding_backward()
+        zero.backward_follows = False
+        return comm.all_reduce_sum(total, self.mesh.dp_cp)
+
+
 def count_backwards(ops: list[Op], stage: int) -> int:
     """Return the number of ops of a stage that complete the backward of a microbatch."""
     return sum(op.kind in ("B", "W") and op.stage == stage for op in ops)
@@ -291,12 +314,12 @@ def count_backwards(ops: list[Op], stage: int) -> int:
 def next_compute_kinds(ops: list[Op]) -> list[str]:
     """Return for each op the kind of the same stage's next computation; "" after its last."""
     next_kind: dict[int, str] = {}  # by stage
-    found: list[str] = []
+    results: list[str] = []
     for op in reversed(ops):
-        found.append(next_kind.get(op.stage, ""))
+        results.append(next_kind.get(op.stage, ""))
         if op.kind in COMPUTE_KINDS:
             next_kind[op.stage] = op.kind
-    return found[::-1]
+    return results[::-1]
 
 
 def wait_arrival(arrival: Arrival) -> Tensor:

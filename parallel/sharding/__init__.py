@@ -10,5 +10,5 @@
     gradients.py   BucketGrads: their gradients and the reduction over data-parallel ranks
     powersgd.py    low-rank compression of the gradient all-reduce (arXiv 1905.13727)
     views.py       views of the owned shard for the optimizer, clipping and checkpoints
-    zero.py        ZeroScheduler: when each exchange starts, and when it must have finished
+    zero.py        ZeroHooks: when each exchange starts, and when it must have finished
 """

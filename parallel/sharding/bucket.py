@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.grad import accumulation_dtype
 from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.packing import bucket_layout, pack_into_buckets
-from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot
+from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot, UpdateRange
 from parallel.sharding.spec import ShardedParameter, initialize
 from parallel.sharding.weights import BucketWeights
 from parallel.topology.mesh import Mesh
@@ -31,6 +31,9 @@ class Bucket:
 
     size is in elements, including padding. This rank owns elements shard_start .. shard_end - 1: all of them
     without ZeRO.
+    update_ranges split the owned elements into as few ranges of equal treatment as the order of the slots
+    allows. A range may span the padding between two slots, which is zero and stays zero.
+    is_scheduled: its weights or gradients are exchanged, or measured, while the model runs (zero.py).
     num_users counts the parts of the model that use the bucket: a tied table has two.
     num_finished_users counts those that have finished their last backward of the step.
     """
@@ -72,6 +75,9 @@ class Bucket:
         for param, offset in zip(params, layout.offsets):
             slots.append(Slot(param, offset, is_counted_in_norm(param, mesh)))
         self.slots = tuple(slots)
+        self.update_ranges = self.ranges_of_equal_treatment()
+        is_exchanged = self.zero > 0 or self.groups.reduce.size > 1
+        self.is_scheduled = is_exchanged or sharding.track_noise_scale
 
         # weights and gradients
         initial = torch.zeros(self.size, dtype=accumulation_dtype(dtype), device=device)
@@ -102,6 +108,29 @@ class Bucket:
     def owners(self) -> Group:
         """The ranks that own the same elements, with the same summed gradients."""
         return self.groups.replica if self.zero else self.groups.reduce
+
+    def ranges_of_equal_treatment(self) -> list[UpdateRange]:
+        ranges: list[UpdateRange] = []
+        for slot in self.slots:
+            start, end = self.owned_part(slot.offset, slot.numel)
+            if start >= end:
+                continue
+            spec = slot.param.spec
+            found = UpdateRange(slice(start, end), spec.has_decay, spec.lr_factor, slot.counted_in_norm)
+            if ranges and ranges[-1][1:] == found[1:]:
+                merged_start = ranges.pop().elements.start
+                found = found._replace(elements=slice(merged_start, end))
+            ranges.append(found)
+        return ranges
+
+    def owned_part(self, offset: int, size: int) -> tuple[int, int]:
+        """Return (start, end) in the owned shard of elements offset .. offset + size - 1 of the bucket.
+
+        start >= end if this rank owns none of them.
+        """
+        first = max(offset, self.shard_start)
+        end = min(offset + size, self.shard_end)
+        return first - self.shard_start, end - self.shard_start
 
 
 def sharding_groups(mesh: Mesh, is_expert: bool) -> ShardingGroups:
@@ -163,7 +192,10 @@ def finish_grad_reductions(buckets: list[Bucket], mesh: Mesh) -> None:
     table over the ends of the pipeline in another.
     """
     for bucket in buckets:  # sums over replicas start before the first is waited for
-        bucket.grads.continue_reduce()
+        if bucket.is_scheduled:
+            bucket.grads.continue_reduce()
+        else:
+            bucket.grads.complete()
     for bucket in buckets:
         bucket.grads.finish_reduce()
 
@@ -193,8 +225,10 @@ def start_param_gathers(buckets: list[Bucket], is_good: Tensor) -> None:
     scalar, False if the step was skipped.
     """
     for bucket in buckets:
-        bucket.grads.resolve_error_feedback(is_good)
-        bucket.weights.start_gather_updated()
+        if bucket.grads.powersgd is not None:
+            bucket.grads.powersgd.resolve_error_feedback(is_good)
+        if bucket.zero > 0 or bucket.sharding.has_fp8_copies:
+            bucket.weights.start_gather_updated()
 
 
 def wait_param_gathers(buckets: list[Bucket]) -> None:

@@ -15,7 +15,7 @@ from kernels.grad import accumulation_dtype, write_or_add
 from parallel.sharding.packing import BucketLayout
 from parallel.sharding.powersgd import PowerSGD, is_matrix
 from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot
-from parallel.wire import compress
+from parallel.wire import comm, compress
 from parallel.wire.algorithms import start_scatter_sum, start_sum
 from parallel.wire.comm import PendingExchange
 
@@ -46,7 +46,7 @@ class BucketGrads:
         self.sharding = sharding
         self.zero = sharding.zero
         self.full: Tensor | None = None
-        self.padding = padding_of(slots, layout.size)
+        self.padding = find_padding(slots, layout.size)
         self.first_microbatch_squares: Tensor | None = None  # set by record_first_microbatch
         self.local_is_written = False  # whether `local` holds gradients of this step (ZeRO-2 and 3)
         self.powersgd: PowerSGD | None = None
@@ -111,7 +111,7 @@ class BucketGrads:
     def record_first_microbatch(self) -> None:
         """Measure a step's first microbatch for the noise scale, before its gradients are reduced."""
         is_first = self.first_microbatch_squares is None
-        if self.sharding.track_noise_scale and is_first and self.full is not None:
+        if is_first and self.full is not None:
             self.zero_unwritten(self.full)
             self.first_microbatch_squares = self.squared_norm_of_hidden(self.full, 0, self.layout.size)
 
@@ -131,6 +131,14 @@ class BucketGrads:
                 norms.append(torch.linalg.vector_norm(flat[first - start:last - start]))
         return torch.stack(norms).square().sum() if norms else flat.new_zeros(())
 
+    def complete(self) -> None:
+        """Zero what no kernel has written: `full` then holds the gradients of this rank's tokens."""
+        if self.full is None:
+            raise RuntimeError("the gradients of a bucket are reduced before they were allocated")
+        self.zero_unwritten(self.full)
+        for look in tuple(self.before_sum):
+            look(self.full)
+
     # ---- reduction over ranks ------------------------------------------------------------------------------
 
     def start_reduce(self, is_last: bool) -> None:
@@ -139,11 +147,7 @@ class BucketGrads:
         ZeRO-0 all-reduces the bucket; otherwise it is reduce-scattered, after which ZeRO-2 and 3 free the
         full gradients. is_last: no more gradients of this step follow.
         """
-        if self.full is None:
-            raise RuntimeError("the gradients of a bucket are reduced before they were allocated")
-        self.zero_unwritten(self.full)
-        for look in tuple(self.before_sum):
-            look(self.full)
+        self.complete()
         if self.zero == 0:
             if self.powersgd is not None:
                 self.pending_sum = self.powersgd.start(self.full)
@@ -166,6 +170,8 @@ class BucketGrads:
                          over_replicas: bool) -> PendingExchange | compress.CompressedAllReduce:
         """Start all-reducing `flat` in place over a shard's replicas, or over all ranks of the bucket."""
         group = self.groups.replica if over_replicas else self.groups.reduce
+        if self.sharding.reduce_algorithm == "collective":
+            return comm.start_all_reduce(flat, group)
         return start_sum(
             flat,
             group,
@@ -205,15 +211,11 @@ class BucketGrads:
 
     def finish_reduce(self) -> None:
         """Wait until `local` is the sum over all ranks of the bucket."""
-        self.wait_reduce_scatter()
+        if self.pending_scatter is not None:
+            self.wait_reduce_scatter()
         if self.pending_sum is not None:
             self.pending_sum.wait()
             self.pending_sum = None
-
-    def resolve_error_feedback(self, is_good: Tensor) -> None:
-        """After the step, keep PowerSGD's compression error, or drop it if the step was skipped."""
-        if self.powersgd is not None:
-            self.powersgd.resolve_error_feedback(is_good)
 
     def partial_over(self, group_name: str) -> list[Tensor]:
         """Return views of the elements of `local` that are still to be summed over a group.
@@ -232,7 +234,7 @@ class BucketGrads:
         return parts
 
 
-def padding_of(slots: tuple[Slot, ...], size: int) -> list[slice]:
+def find_padding(slots: tuple[Slot, ...], size: int) -> list[slice]:
     """Return the elements of a bucket that belong to no parameter. slots are sorted by offset."""
     parts: list[slice] = []
     ends = [0, *(slot.offset + slot.numel for slot in slots)]

@@ -84,12 +84,12 @@ def round_up(n: int, multiple: int = ALIGNMENT) -> int:
 def least_loaded(sizes: Sequence[int], num_parts: int) -> list[int]:
     """Assign each of these sizes, in order, to the least loaded part (the first on a tie)."""
     loads = [0] * num_parts
-    found: list[int] = []
+    results: list[int] = []
     for size in sizes:
         part = loads.index(min(loads))
         loads[part] += size
-        found.append(part)
-    return found
+        results.append(part)
+    return results
 
 
 def equal_part(size: int, part: int, num_parts: int, grain: int) -> range:

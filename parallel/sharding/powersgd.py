@@ -114,11 +114,11 @@ class PowerSGD:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return views [count, m, n] of each matrix in a flat tensor [size]."""
-        found: list[Tensor] = []
+        results: list[Tensor] = []
         for slot in self.matrices:
             shape = matrix_shape(slot.param.spec)
-            found.append(slot.view_in(flat).view(shape))
-        return found
+            results.append(slot.view_in(flat).view(shape))
+        return results
 
     def start(self, grad: Tensor) -> "PowerSGD":
         """Start summing grad [size] over the group, in place: all-reduce the products D Q."""
@@ -204,7 +204,7 @@ class PowerSGD:
         each_once skips bases that another rank saves: the matrices are balanced over ranks by size.
         """
         writers = least_loaded([basis.numel() for basis in self.bases], self.group.size)
-        found: list[tuple[Box, Tensor]] = []
+        results: list[tuple[Box, Tensor]] = []
         for slot, basis, writer in zip(self.matrices, self.bases, writers):
             if each_once and not (slot.counted_in_norm and self.group.index == writer):
                 continue
@@ -212,8 +212,8 @@ class PowerSGD:
             first = slot.param.spec.boxes[0]
             start = "x".join(map(str, first.start))
             basis_box = Box.whole(f"{first.key}{BASIS_MARK}.{start}", basis.shape)
-            found.append((basis_box, basis))
-        return found
+            results.append((basis_box, basis))
+        return results
 
 
 def flatten_parts(parts: list[Tensor]) -> Tensor:

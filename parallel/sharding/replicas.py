@@ -28,7 +28,7 @@ from torch import Tensor
 
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import Slot
-from parallel.sharding.views import Moments, owned_part, state_flats
+from parallel.sharding.views import Moments, state_flats
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.checksum import checksum
@@ -37,7 +37,7 @@ from parallel.wire.comm import Group
 MAX_NAMED = 4  # maximum number of differences, and of ranks, in a message
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicaMismatch(RuntimeError):
     """Ranks that must hold the same numbers differ. The message names ranks and parameters. Exit code 80."""
 
     exit_code = 80
@@ -64,7 +64,7 @@ class FlatCopy(NamedTuple):
 def check_replicas(
     buckets: list[Bucket], moments: Moments, mesh: Mesh, more: Sequence[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ReplicasDiffer on all ranks of every group whose ranks hold different numbers. Collective.
+    """Raise ReplicaMismatch on all ranks of every group whose ranks hold different numbers. Collective.
 
     The weight all-gathers must have finished. `more` lists (name, tensor) that are identical on all ranks
     with the same layers.
@@ -79,7 +79,7 @@ def check_replicas(
         named = "; ".join(differences[:MAX_NAMED])
         more_text = f"; and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
         step = comm.at_step(mesh.world.activity.step)
-        raise ReplicasDiffer(f"replicas differ{step}: {named}{more_text}")
+        raise ReplicaMismatch(f"replicas differ{step}: {named}{more_text}")
 
 
 def shared_by_group(
@@ -102,17 +102,17 @@ def shared_by_group(
                 owned.append(FlatCopy(flat, owned_slices(bucket, bucket.slots, flat, suffix)))
             weights = bucket.weights.full
             if bucket.zero < 3 and weights is not None and not is_same_memory(weights, bucket.weights.master):
-                copies = [Copy(name_of(slot), slot.view_in(weights)) for slot in bucket.slots]
+                copies = [Copy(get_name(slot), slot.view_in(weights)) for slot in bucket.slots]
                 full.append(FlatCopy(weights, copies))
         yield first.owners, owned
         yield first.groups.reduce, full
 
     sums_alone = device.type != "cpu"
     whole = [slots_whole_on_tp_ranks(bucket, sums_alone) for bucket in buckets]
-    yield mesh.tp, parts_of(buckets, moments, whole)
+    yield mesh.tp, get_parts(buckets, moments, whole)
     if mesh.embedding_ends is not None:
         tied = [[slot for slot in bucket.slots if slot.param.spec.is_at_both_ends] for bucket in buckets]
-        yield mesh.embedding_ends, parts_of(buckets, moments, tied)
+        yield mesh.embedding_ends, get_parts(buckets, moments, tied)
     if more:
         yield mesh.pipeline_stage, [FlatCopy(None, [Copy(name, tensor)]) for name, tensor in more]
 
@@ -126,38 +126,38 @@ def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
 
     sums_alone restricts them to those whose gradient is summed over tp, after which the bits are equal.
     """
-    found: list[Slot] = []
+    results: list[Slot] = []
     for slot in bucket.slots:
         spec = slot.param.spec
         is_summed = "tp" in spec.partial_over or not sums_alone
         if spec.is_replicated_over_tp and not spec.is_expert and is_summed:
-            found.append(slot)
-    return found
+            results.append(slot)
+    return results
 
 
-def parts_of(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -> list[FlatCopy]:
+def get_parts(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -> list[FlatCopy]:
     """Return the owned elements of some parameters, as one FlatCopy for each bucket."""
-    found: list[FlatCopy] = []
+    results: list[FlatCopy] = []
     for number, bucket in enumerate(buckets):
         copies: list[Copy] = []
         for suffix, flat in state_flats(bucket, number, moments):
             copies += owned_slices(bucket, slots[number], flat, suffix)
         if slots[number]:
-            found.append(FlatCopy(None, copies))
-    return found
+            results.append(FlatCopy(None, copies))
+    return results
 
 
 def owned_slices(bucket: Bucket, slots: Sequence[Slot], flat: Tensor, suffix: str) -> list[Copy]:
     """Return this rank's part of each parameter: empty where it owns none, so all ranks list the same."""
-    found: list[Copy] = []
+    results: list[Copy] = []
     for slot in slots:
-        start, end = owned_part(bucket, slot.offset, slot.numel)
+        start, end = bucket.owned_part(slot.offset, slot.numel)
         owned = flat[start:end] if start < end else flat[:0]
-        found.append(Copy(name_of(slot) + suffix, owned))
-    return found
+        results.append(Copy(get_name(slot) + suffix, owned))
+    return results
 
 
-def name_of(slot: Slot) -> str:
+def get_name(slot: Slot) -> str:
     """Join the keys of a parameter; for a merged one, those of its first parts."""
     keys = list(dict.fromkeys(box.key for box in slot.param.spec.boxes))
     more = "+..." if len(keys) > MAX_NAMED else ""
@@ -169,7 +169,7 @@ def name_of(slot: Slot) -> str:
 
 def compare(group: Group, flats: list[FlatCopy], device: torch.device) -> list[str]:
     """Describe what differs over the group, identically on all its ranks. Collective."""
-    sums = [sum_of(flat) for flat in flats]
+    sums = [compute_sum(flat) for flat in flats]
     by_rank = gather_sums(sums, group, device)
     different = [flat for position, flat in enumerate(flats) if len({row[position] for row in by_rank}) > 1]
     if not different:
@@ -177,13 +177,13 @@ def compare(group: Group, flats: list[FlatCopy], device: torch.device) -> list[s
 
     copies = [copy for flat in different for copy in flat.copies]
     by_rank = gather_sums([checksum(copy.tensor) for copy in copies], group, device)
-    found: list[str] = []
+    results: list[str] = []
     for position, copy in enumerate(copies):
         column = [row[position] for row in by_rank]
         if len(set(column)) > 1:
-            values = first_difference(copy.tensor, group, device) if len(found) < MAX_NAMED else ""
-            found.append(f"{copy.name} {who_differs(column, group)}{values}")
-    return found  # empty if only the padding differs, which nobody reads
+            values = first_difference(copy.tensor, group, device) if len(results) < MAX_NAMED else ""
+            results.append(f"{copy.name} {who_differs(column, group)}{values}")
+    return results  # empty if only the padding differs, which nobody reads
 
 
 def gather_sums(sums: list[Tensor], group: Group, device: torch.device) -> list[list[int]]:
@@ -224,7 +224,7 @@ def first_difference(x: Tensor, group: Group, device: torch.device) -> str:
     return f" (element {start}: {', '.join(named)})"
 
 
-def sum_of(flat: FlatCopy) -> Tensor:
+def compute_sum(flat: FlatCopy) -> Tensor:
     if flat.whole is not None:
         return checksum(flat.whole)
     total: Tensor | None = None

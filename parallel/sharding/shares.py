@@ -24,8 +24,8 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
-LEAST_SHARE = 1 << 20  # minimum elements that a replica writes or reads, if any
-GRAIN = 256  # elements: ranges start at multiples of it, so that small tensors are rarely split
+MIN_SHARE = 1 << 20  # minimum elements that a replica writes or reads, if any
+SHARE_ALIGNMENT = 256  # elements: ranges start at multiples of it, so that small tensors are rarely split
 MAX_READERS = 8  # of the replicas of a shard: more would send many small messages
 STAGED_BYTES = 64 << 20  # bytes of a tensor in host memory that are staged through the device at once
 
@@ -54,14 +54,14 @@ def write_shares(buckets: list[Bucket], mesh: Mesh) -> list[Share]:
 
 
 def read_shares(buckets: list[Bucket]) -> list[Share]:
-    """Return the share that this rank reads of each bucket; pass_on delivers the rest."""
+    """Return the share that this rank reads of each bucket; broadcast_to_replicas delivers the rest."""
     shares: list[Share] = []
     for number, bucket in enumerate(buckets):
         shares.append(Share(read_range(bucket, number, bucket.owners.index), bucket.slots))
     return shares
 
 
-def pass_on(bucket: Bucket, number: int, flats: Iterable[Tensor]) -> None:
+def broadcast_to_replicas(bucket: Bucket, number: int, flats: Iterable[Tensor]) -> None:
     """Broadcast what each replica has read of a shard to all of them. Collective in bucket.owners.
 
     number is the bucket's index. flats are masters and moments over the owned shard, on the device or host.
@@ -100,14 +100,14 @@ def read_range(bucket: Bucket, number: int, replica: int) -> range:
 def part_of_replica(bucket: Bucket, number: int, replica: int, most: int) -> range:
     """Return the part of the owned shard that one of at most `most` replicas writes or reads.
 
-    Each part has at least LEAST_SHARE elements, since a part that is written is a row of the index.
+    Each part has at least MIN_SHARE elements, since a part that is written is a row of the index.
     Which replicas have one is rotated by bucket index.
     """
     replicas = bucket.owners.size
     size = bucket.shard_end - bucket.shard_start
-    num_parts = min(replicas, most, max(1, size // LEAST_SHARE))
+    num_parts = min(replicas, most, max(1, size // MIN_SHARE))
     turn = (replica + number) % replicas
-    return equal_part(size, turn, num_parts, GRAIN) if turn < num_parts else range(0)
+    return equal_part(size, turn, num_parts, SHARE_ALIGNMENT) if turn < num_parts else range(0)
 
 
 def is_whole_on_tp_ranks(slot: Slot) -> bool:

@@ -1,5 +1,6 @@
 """Slots, process groups and options of a bucket."""
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class ShardingConfig:
     separate_hidden: bool = False  # hidden matrices have separate buckets (Muon)
     offload_master: bool = False  # master weights are in host memory
     bf16_master: bool = False  # master weights are bf16, rounded stochastically
+    has_fp8_copies: bool = False  # linears keep 8-bit copies of their weights (kernels/fp8_weight.py)
     track_noise_scale: bool = False  # optim/noise.py needs the first microbatch's gradients
 
 
@@ -50,3 +52,14 @@ class Slot:
     def view_in(self, flat: Tensor) -> Tensor:
         """Return the parameter's part of a flat tensor [size of the bucket], in the parameter's shape."""
         return flat[self.offset:self.offset + self.numel].view(self.param.spec.shape)
+
+
+class UpdateRange(NamedTuple):
+    """Elements of the owned shard with equal treatment.
+
+    lr_factor multiplies the learning rate. counted_in_norm: this rank counts them in the gradient norm.
+    """
+    elements: slice
+    has_decay: bool
+    lr_factor: float
+    counted_in_norm: bool

@@ -15,42 +15,12 @@ from parallel.sharding.slots import Slot
 Moments = Mapping[str, Sequence[Tensor | None]]  # {name: a flat tensor for each bucket, or None}
 
 
-class UpdateRange(NamedTuple):
-    """Elements of the owned shard with equal treatment.
-
-    lr_factor multiplies the learning rate. counted_in_norm: this rank counts them in the gradient norm.
-    """
-    elements: slice
-    has_decay: bool
-    lr_factor: float
-    counted_in_norm: bool
-
-
 class TensorRange(NamedTuple):
     """Elements start .. end - 1 of the owned shard, and where they lie in the global tensor `key`."""
     start: int
     end: int
     key: str
     index: ElementIndex
-
-
-def update_ranges(bucket: Bucket) -> list[UpdateRange]:
-    """Split the owned shard into as few ranges of equal treatment as the order of the slots allows.
-
-    A range may span the padding between two slots, which is zero and stays zero.
-    """
-    ranges: list[UpdateRange] = []
-    for slot in bucket.slots:
-        start, end = owned_part(bucket, slot.offset, slot.numel)
-        if start >= end:
-            continue
-        spec = slot.param.spec
-        found = UpdateRange(slice(start, end), spec.has_decay, spec.lr_factor, slot.counted_in_norm)
-        if ranges and ranges[-1][1:] == found[1:]:
-            merged_start = ranges.pop().elements.start
-            found = found._replace(elements=slice(merged_start, end))
-        ranges.append(found)
-    return ranges
 
 
 def state_flats(bucket: Bucket, position: int, moments: Moments) -> Iterator[tuple[str, Tensor]]:
@@ -65,40 +35,40 @@ def state_flats(bucket: Bucket, position: int, moments: Moments) -> Iterator[tup
             yield f"@{name}", flat
 
 
-def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
+def get_boxes(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
     """Return [(box, its elements)] of a flat tensor over the owned shard: masters, gradients or moments.
 
     The elements are views. A tensor of n dims yields at most 2n - 1 boxes. each_once skips elements that
     another rank holds and counts, so that all ranks together return every element once.
     """
-    found: list[tuple[Box, Tensor]] = []
+    results: list[tuple[Box, Tensor]] = []
     for slot in bucket.slots:
         if not each_once or (slot.counted_in_norm and bucket.owners.index == 0):
-            found += boxes_of_slot(bucket, slot, flat)
-    return found
+            results += get_slot_boxes(bucket, slot, flat)
+    return results
 
 
 def boxes_within(
     bucket: Bucket, flat: Tensor, slots: Sequence[Slot], within: range
 ) -> list[tuple[Box, Tensor]]:
-    """Return boxes_of, restricted to these parameters and these elements of the owned shard."""
-    found: list[tuple[Box, Tensor]] = []
+    """Return get_boxes, restricted to these parameters and these elements of the owned shard."""
+    results: list[tuple[Box, Tensor]] = []
     for slot in slots:
-        found += boxes_of_slot(bucket, slot, flat, within)
-    return found
+        results += get_slot_boxes(bucket, slot, flat, within)
+    return results
 
 
-def boxes_of_slot(
+def get_slot_boxes(
     bucket: Bucket, slot: Slot, flat: Tensor, within: range | None = None
 ) -> list[tuple[Box, Tensor]]:
     """Return [(box, its elements)] of one parameter in a flat tensor over the owned shard.
 
     `within` restricts the boxes to a range of the owned shard.
     """
-    found: list[tuple[Box, Tensor]] = []
+    results: list[tuple[Box, Tensor]] = []
     offset = slot.offset  # offset of the spec's box in the bucket
     for whole in slot.param.spec.boxes:
-        start, end = owned_part(bucket, offset, whole.volume)
+        start, end = bucket.owned_part(offset, whole.volume)
         if within is not None:
             start, end = max(start, within.start), min(end, within.stop)
         if start < end:
@@ -108,10 +78,10 @@ def boxes_of_slot(
                 global_start = tuple(map(add, whole.start, inner_start))
                 box = Box(whole.key, whole.shape, global_start, size)
                 elements = flat[start:start + box.volume].view(size)
-                found.append((box, elements))
+                results.append((box, elements))
                 start += box.volume
         offset += whole.volume
-    return found
+    return results
 
 
 def tensor_ranges(bucket: Bucket) -> list[TensorRange]:
@@ -121,7 +91,7 @@ def tensor_ranges(bucket: Bucket) -> list[TensorRange]:
     """
     ranges: list[TensorRange] = []
     master = bucket.weights.master
-    for box, part in boxes_of(bucket, master):
+    for box, part in get_boxes(bucket, master):
         start = int(part.storage_offset()) - int(master.storage_offset())
         end = start + box.volume
         ranges.append(TensorRange(start, end, box.key, element_index(box)))
@@ -143,13 +113,3 @@ def element_index(box: Box) -> ElementIndex:
         base += box.start[1] * prod(box.shape[2:])
     width = row_size if box.size[0] == 1 else prod(box.size[1:])
     return ElementIndex(salt=0, base=base, width=width, stride=row_size)
-
-
-def owned_part(bucket: Bucket, offset: int, size: int) -> tuple[int, int]:
-    """Return (start, end) in the owned shard of elements offset .. offset + size - 1 of the bucket.
-
-    start >= end if this rank owns none of them.
-    """
-    first = max(offset, bucket.shard_start)
-    end = min(offset + size, bucket.shard_end)
-    return first - bucket.shard_start, end - bucket.shard_start

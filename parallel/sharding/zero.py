@@ -1,4 +1,4 @@
-"""ZeroScheduler: when the weights of a part are gathered, and when its gradients are reduced (see the table
+"""ZeroHooks: when the weights of a part are gathered, and when its gradients are reduced (see the table
 in bucket.py).
 
 A part is a unit that a stage runs at once: the embedding, a block, the output head. Hooks on its module, and
@@ -16,6 +16,9 @@ is ready. Autograd triggers this: the gradient of a part's output starts its bac
 input ends it. A bucket shared by two parts (a tied table) keeps full weights and gradients until both have
 finished their last backward of the step.
 
+A bucket that is exchanged with no other rank needs none of this (Bucket.is_scheduled): its weights and
+gradients are always full, and finish_grad_reductions completes them after the last backward.
+
 Every rank of a group runs the same parts in the same order, so all ranks start the same exchanges in the same
 order.
 """
@@ -26,7 +29,7 @@ from torch import Tensor, is_grad_enabled, nn
 from parallel.sharding.bucket import Bucket
 
 
-class ZeroScheduler:
+class ZeroHooks:
     """Start and wait for the exchanges of one stage's buckets.
 
     The pipeline (parallel/pipeline/executor.py) sets these before each of its ops:
@@ -49,12 +52,9 @@ class ZeroScheduler:
         self.input_grads_only = False
         self.backward_follows = False
         self.reducing: list[Bucket] = []  # their reductions were started by the previous end_backward
-        for buckets in self.parts:
-            for bucket in buckets:
-                bucket.num_users += 1
 
     @classmethod
-    def without_buckets(cls) -> "ZeroScheduler":
+    def without_buckets(cls) -> "ZeroHooks":
         """Return a scheduler without work, for a stage that only computes: its weights are in no bucket."""
         return cls([], first_is_embedding=False, last_is_head=False)
 
@@ -133,7 +133,8 @@ class ZeroScheduler:
         self.reducing = []
 
         for bucket in self.parts[part]:
-            bucket.grads.record_first_microbatch()
+            if bucket.sharding.track_noise_scale:
+                bucket.grads.record_first_microbatch()
             bucket.num_finished_users += self.is_last_microbatch
             is_last = bucket.num_finished_users == bucket.num_users
             reduces_each_microbatch = bucket.zero >= 2 and bucket.num_users == 1
@@ -153,15 +154,18 @@ class ZeroScheduler:
     def unshard(self, part: int, next_part: int | None) -> None:
         """Wait for the full weights of a part, and start the all-gather of those that are used next."""
         for bucket in self.parts[part]:
-            bucket.weights.wait_unshard()
+            if bucket.zero > 0:
+                bucket.weights.wait_unshard()
         if next_part is not None and next_part < len(self.parts):
             for bucket in self.parts[next_part]:
-                bucket.weights.start_unshard()
+                if bucket.zero == 3:
+                    bucket.weights.start_unshard()
 
     def allocate_grads(self, part: int) -> None:
         """Allocate the full gradients of the part, if ZeRO-2 or 3 has freed them."""
         for bucket in self.parts[part]:
-            bucket.grads.allocate()
+            if bucket.zero >= 2:
+                bucket.grads.allocate()
 
     def end_embedding_backward(self) -> None:
         """Call after a backward of the stage: an embedding has no input gradient to end its backward."""

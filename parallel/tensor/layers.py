@@ -213,6 +213,8 @@ class RowLinear(nn.Module):
         self.bias = replicated_vector(f"{key}.bias", m, "bias", is_partial=sp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.region is None and self.scaling is None:
+            return linear(x, self.weight, self.bias)
         if self.region is None:
             return self.multiply(x, self.bias)
         if self.region.is_async:
@@ -288,8 +290,6 @@ def vocab_embedding(ids: Tensor, table: Tensor, group: Group, sequence: bool) ->
 
     The rows of the table are sharded over the group. One all-reduce (sequence: reduce-scatter) of [b, s, d].
     """
-    if group.size == 1:
-        return embedding(ids, table)
     rows = table.shape[0]
     local_ids = ids - group.index * rows
     is_local = (local_ids >= 0) & (local_ids < rows)
@@ -298,10 +298,10 @@ def vocab_embedding(ids: Tensor, table: Tensor, group: Group, sequence: bool) ->
     return leave_region(local_x, group, sequence)
 
 
-def merge_vocab_statistics(group: Group) -> Merge | None:
+def merge_vocab_statistics(group: Group) -> Merge:
     """Return a function that merges the statistics of a sharded vocabulary, for linear_cross_entropy.
 
-    One all-gather of two numbers per row. None if the group has one rank.
+    One all-gather of two numbers per row.
     """
     def merge(lse: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
         """lse [rows] is the logsumexp of this rank's logits, picked [rows] the target's logit, or 0."""
@@ -311,4 +311,4 @@ def merge_vocab_statistics(group: Group) -> Merge | None:
         full_picked = parts[:, 1].sum(0)
         return full_lse, full_picked
 
-    return merge if group.size > 1 else None
+    return merge

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields
 from math import lcm, prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from parallel.wire.connection import Connection, connection_of
+from parallel.wire.connection import Connection, find_connection
 
 # attention, norms, dense MLPs, embeddings, routers
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -40,8 +40,8 @@ def spans(*axes: str, name: str = "", channel: str = "", meets_neighbours: bool 
 class Groups(Generic[AnyOne]):
     """One entry for each group of ranks, in the order in which all ranks connect them (Mesh, in mesh.py).
 
-    pp_backward duplicates pp with a separate communicator for gradients, while pp carries activations. On a
-    GPU, a pending receive blocks whatever follows it in its communicator.
+    pp carries what goes to higher ranks of the pipeline, pp_up what goes to lower ones. On a GPU, a pending
+    receive blocks whatever follows it in its communicator (goes_down in parallel/pipeline/schedule.py).
     """
     tp: AnyOne = spans("tp")
     cp: AnyOne = spans("cp", meets_neighbours=True)
@@ -66,7 +66,7 @@ class Groups(Generic[AnyOne]):
     expert_fsdp: AnyOne = spans("expert_dp_shard")
     expert_dp: AnyOne = spans("dp_replicate", "expert_dp_shard")
     expert_model_parallel: AnyOne = spans("pp", "ep", "etp")
-    pp_backward: AnyOne = spans("pp", name="pp", channel="backward", meets_neighbours=True)
+    pp_up: AnyOne = spans("pp", name="pp", channel="up", meets_neighbours=True)
 
 
 def requested_groups() -> dict[str, GroupRequest]:
@@ -107,7 +107,7 @@ class ParallelDims:
         """Return {field: degree}, without the world."""
         return {name: degree for name, degree in vars(self).items() if name != "world"}
 
-    def in_words(self) -> str:
+    def to_text(self) -> str:
         """Format like "4 ranks (dp2 tp2)" or "1 rank"."""
         named = {"dp": self.group_size("dp_replicate", "dp_shard")} | self.degrees()
         words = [f"{name}{n}" for name, n in named.items() if n > 1 and name != "dp_replicate"]
@@ -116,14 +116,14 @@ class ParallelDims:
 
     @property
     def dp_shard(self) -> int:
-        return self.left_by(DENSE_AXES)
+        return self.remaining_ranks(DENSE_AXES)
 
     @property
     def expert_dp_shard(self) -> int:
         """Return the number of ranks, in one replica, that hold the same part of the same experts."""
-        return self.left_by(EXPERT_AXES)
+        return self.remaining_ranks(EXPERT_AXES)
 
-    def left_by(self, axes: tuple[str, ...]) -> int:
+    def remaining_ranks(self, axes: tuple[str, ...]) -> int:
         """Divide the world by the degrees among the axes."""
         degrees = self.degrees()
         return self.world // prod(degrees.get(axis, 1) for axis in axes)
@@ -137,14 +137,14 @@ class ParallelDims:
 
     def coordinates(self, rank: int, axes: tuple[str, ...] = DENSE_AXES) -> dict[str, int]:
         """Return {axis: index} of a rank, in one of the two factorizations."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for axis in reversed(axes):
-            rank, found[axis] = divmod(rank, self.size(axis))
-        return found
+            rank, result[axis] = divmod(rank, self.size(axis))
+        return result
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """Return the member of groups(*axes) that holds this rank, without computing the others."""
-        factorization = factorization_of(axes)
+        factorization = find_factorization(axes)
         index = self.coordinates(rank, factorization)
         ranks = [0]
         stride = 1
@@ -157,7 +157,7 @@ class ParallelDims:
     def place(self, rank: int, *axes: str) -> int:
         """Return the rank's index in group(rank, *axes)."""
         place = 0
-        for axis, index in reversed(self.coordinates(rank, factorization_of(axes)).items()):
+        for axis, index in reversed(self.coordinates(rank, find_factorization(axes)).items()):
             if axis in axes:
                 place = place * self.size(axis) + index
         return place
@@ -167,7 +167,7 @@ class ParallelDims:
 
         Raises ValueError if the axes do not lie in one factorization.
         """
-        factorization = factorization_of(axes)
+        factorization = find_factorization(axes)
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             index = self.coordinates(rank, factorization)
@@ -177,20 +177,20 @@ class ParallelDims:
 
     def pipeline_ends(self) -> list[list[int]]:
         """Return the first and last rank of each pipeline (both hold a tied table); one rank if pp is 1."""
-        return [ends_of(ranks) for ranks in self.groups("pp")]
+        return [get_ends(ranks) for ranks in self.groups("pp")]
 
     def ends_with(self, rank: int) -> list[int] | None:
         """Return the ends of a rank's pipeline if it is one of them, else None."""
-        ends = ends_of(self.group(rank, "pp"))
+        ends = get_ends(self.group(rank, "pp"))
         return ends if rank in ends else None
 
 
-def ends_of(pipeline: list[int]) -> list[int]:
+def get_ends(pipeline: list[int]) -> list[int]:
     """Return the first and last rank of a pipeline; one rank if there is a single stage."""
     return sorted({pipeline[0], pipeline[-1]})
 
 
-def factorization_of(axes: tuple[str, ...]) -> tuple[str, ...]:
+def find_factorization(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the member of FACTORIZATIONS that contains the axes. Raises ValueError if none does."""
     for factorization in FACTORIZATIONS:
         if set(axes) <= set(factorization):
@@ -198,7 +198,7 @@ def factorization_of(axes: tuple[str, ...]) -> tuple[str, ...]:
     raise ValueError(f"{axes} do not lie in one of the factorizations {FACTORIZATIONS}")
 
 
-def least_world(degrees: Mapping[str, int]) -> int:
+def min_world_size(degrees: Mapping[str, int]) -> int:
     """Return the smallest world with these degrees of ParallelDims."""
     return lcm(*(prod(degrees.get(axis, 1) for axis in axes) for axes in FACTORIZATIONS))
 
@@ -206,13 +206,13 @@ def least_world(degrees: Mapping[str, int]) -> int:
 def connections_of_rank(dims: ParallelDims, rank: int) -> dict[Connection, list[str]]:
     """Return the process groups that Mesh.bind and join_job create for a rank: {connection: names of the
     groups that share it}. On GPUs each has a separate communicator."""
-    everyone = connection_of(range(dims.world))
+    everyone = find_connection(range(dims.world))
     found: dict[Connection, list[str]] = {} if everyone is None else {everyone: []}
     for request in requested_groups().values():
-        connection = connection_of(dims.group(rank, *request.axes), request.channel)
+        connection = find_connection(dims.group(rank, *request.axes), request.channel)
         if connection is not None:
             found.setdefault(connection, []).append(request.name)
-    ends = connection_of(dims.ends_with(rank) or ())
+    ends = find_connection(dims.ends_with(rank) or ())
     if ends is not None:
         found.setdefault(ends, []).append("embedding_ends")
     return found

@@ -47,7 +47,7 @@ class Mesh(Groups[Group]):
 
         An `activity` with a wire carries their exchanges. Without it they can only be inspected.
         """
-        make = partial(made_up_group, rank=rank, ledger=Counter(), activity=activity or Activity())
+        make = partial(fake_group, rank=rank, ledger=Counter(), activity=activity or Activity())
         groups: dict[str, Group] = {}
         for field, request in requested_groups().items():
             ranks = dims.group(rank, *request.axes)
@@ -69,6 +69,6 @@ class Mesh(Groups[Group]):
         return self.world.activity.strict is not None
 
 
-def made_up_group(name: str, ranks: list[int], *, rank: int, **fields: Any) -> Group:
+def fake_group(name: str, ranks: list[int], *, rank: int, **fields: Any) -> Group:
     """Return a group with the index of `rank` in it, without a process group."""
     return Group(name, tuple(ranks), ranks.index(rank), **fields)

@@ -63,10 +63,10 @@ class StepTimes:
 
     def read_by_group(self) -> dict[str, float]:
         """Return {group name: ms in which this rank waited for its exchanges}. Same condition as read()."""
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for (start, end), group in zip(self.waits, self.groups):
-            found[group] = found.get(group, 0.0) + elapsed_ms(start, end)
-        return found
+            result[group] = result.get(group, 0.0) + elapsed_ms(start, end)
+        return result
 
 
 @dataclass

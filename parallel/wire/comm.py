@@ -60,7 +60,7 @@ def gather_each_verb(
     results = list(out.unbind(0))
     messages = list(x.unbind(0))
     handle = process_group(group).allgather_into_tensor_coalesced(results, messages, options)
-    return awaited_unless(async_op, handle)
+    return wait_unless_async(async_op, handle)
 
 
 def scatter_each_verb(
@@ -74,7 +74,7 @@ def scatter_each_verb(
     results = list(out.unbind(0))
     messages = list(x.unbind(0))
     handle = process_group(group).reduce_scatter_tensor_coalesced(results, messages, options)
-    return awaited_unless(async_op, handle)
+    return wait_unless_async(async_op, handle)
 
 
 def process_group(handle: ProcessGroup | None) -> ProcessGroup:
@@ -84,7 +84,7 @@ def process_group(handle: ProcessGroup | None) -> ProcessGroup:
     return found
 
 
-def awaited_unless(async_op: bool, handle: Handle | None) -> Handle | None:
+def wait_unless_async(async_op: bool, handle: Handle | None) -> Handle | None:
     """Return the handle, or None after waiting for it, like torch's own verbs.
 
     NCCL returns none for a synchronous coalesced exchange, which runs on the caller's stream.
@@ -145,7 +145,7 @@ def at_step(step: int) -> str:
     return f" at step {step}" if step else ""
 
 
-class ExchangesDiffer(RuntimeError):
+class CollectiveMismatch(RuntimeError):
     """Ranks of a group have not run the same collectives, so the data they received is wrong."""
 
     exit_code = 1
@@ -154,7 +154,7 @@ class ExchangesDiffer(RuntimeError):
 Collective = tuple[str, int | None, torch.dtype]  # (verb, bytes or None if they differ by rank, dtype)
 
 
-def in_words(verb: str, nbytes: int | None, dtype: torch.dtype) -> str:
+def to_text(verb: str, nbytes: int | None, dtype: torch.dtype) -> str:
     """all_reduce of 4,096 bytes in torch.float32"""
     size = "" if nbytes is None else f" of {nbytes:,} bytes"
     return f"{verb}{size} in {dtype}"
@@ -175,7 +175,7 @@ class CollectiveLog:
     def add(self, collective: Collective, step: int) -> None:
         what = self.words.get(collective)
         if what is None:
-            what = self.words[collective] = in_words(*collective)
+            what = self.words[collective] = to_text(*collective)
         self.digest = zlib.crc32(what.encode(), self.digest)
         self.times[what] += 1
         if self.marks and self.marks[-1][0] == step:
@@ -315,9 +315,12 @@ class Group:
         if self.activity.wire is not None:
             self.activity.wire.exchange(self, verb, sent, received)
             return
-        self.record_sent(verb, sent)
+        is_recorded = self.activity.record is not None
+        if is_recorded:
+            self.record_sent(verb, sent)
         self.run_exchange(verb, partial(collective, group=self.handle), nbytes=larger.nbytes)
-        self.record_received(verb, received)
+        if is_recorded:
+            self.record_received(verb, received)
 
     def record_sent(self, verb: str, x: Tensor) -> None:
         """Record data that is about to be sent, if there is a record."""
@@ -551,7 +554,7 @@ def from_rows(rows: Sequence[Tensor] | Tensor, lengths: list[int], group: Group)
 
 
 def check_collectives(groups: Sequence[Group]) -> None:
-    """Raise ExchangesDiffer if ranks of a group have not run the same collectives: verbs, types, sizes.
+    """Raise CollectiveMismatch if ranks of a group have not run the same collectives: verbs, types, sizes.
 
     Collective; all ranks list the groups in the same order. One all-reduce of two numbers per group.
     """
@@ -573,7 +576,7 @@ def check_collectives(groups: Sequence[Group]) -> None:
             for digest, each, late in zip(digests, times, marks)
         ]
         told = difference(logs[0], logs[other], (group.ranks[0], group.ranks[other]))
-        raise ExchangesDiffer(f"ranks of {group} run different exchanges{told}")
+        raise CollectiveMismatch(f"ranks of {group} run different exchanges{told}")
 
 
 def difference(first: CollectiveLog, log: CollectiveLog, ranks: tuple[int, int]) -> str:
@@ -652,7 +655,7 @@ class Transfer:
         self.group.run_exchange(self.verb, self.handle.wait, nbytes=self.nbytes, peer=self.peer)
         if self.private is not None:
             self.private.release()
-        if self.received is not None:
+        if self.received is not None and self.group.activity.record is not None:
             self.group.record_received(with_peer(self.verb, self.peer), self.received)
 
 
@@ -696,8 +699,11 @@ def start_collective(
     source is this rank's message, or the result itself if the exchange is in place. nbytes is the size of the
     larger of the two, or of the message.
     """
-    group.record_sent(verb, source)
-    private = group.private_copies(verb, [source], [result])
+    if group.activity.record is not None:
+        group.record_sent(verb, source)
+    private = None
+    if group.activity.strict is not None:
+        private = group.private_copies(verb, [source], [result])
     if group.activity.wire is not None:
         handle = group.activity.wire.start(group, verb, source, result)
     elif private is None:

@@ -56,8 +56,8 @@ def to_json(value: Any) -> Any:
         return value
     if kind is list:
         return [to_json(item) for item in value]
-    if kind in TAG_OF:
-        tag = TAG_OF[kind]
+    if kind in TAG_BY_TYPE:
+        tag = TAG_BY_TYPE[kind]
         return {tag: TAGS[tag].write(value)}
     if isinstance(value, Path):
         return {"path": str(value)}
@@ -65,7 +65,7 @@ def to_json(value: Any) -> Any:
         return {"error": error_to_json(value)}
     if is_plain_class(kind):
         fields = [to_json(getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return {"class": [name_of(kind), fields]}
+        return {"class": [get_name(kind), fields]}
     raise TypeError(f"{kind.__name__} cannot be sent to another rank: it is not plain data")
 
 
@@ -86,7 +86,7 @@ def error_to_json(error: Exception) -> list[Any]:
 
     Anything that is not plain data is dropped: of the arguments, all but the text.
     """
-    names = [name_of(kind) for kind in type(error).__mro__ if issubclass(kind, Exception)]
+    names = [get_name(kind) for kind in type(error).__mro__ if issubclass(kind, Exception)]
     arguments: tuple[object, ...] = error.args
     if isinstance(error, OSError) and error.filename is not None:
         arguments = (*error.args[:2], error.filename)
@@ -103,7 +103,7 @@ def error_to_json(error: Exception) -> list[Any]:
     return [names, str(error), told, attributes]
 
 
-def name_of(kind: type) -> str:
+def get_name(kind: type) -> str:
     """Return MODULE:CLASS, or just the name of a builtin class."""
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}:{kind.__qualname__}"
 
@@ -117,7 +117,7 @@ def decode(message: bytes, sender: str = "a peer") -> Any:
         return from_json(json.loads(text))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
         why = " ".join(str(error).split())[:MAX_SHOWN]
-        raise MessageError(f"{sender} sent {len(message):,} bytes that are no message: {why}") from None
+        raise MessageError(f"{sender} sent {len(message):,} bytes that are not a message: {why}") from None
 
 
 def from_json(value: Any) -> Any:
@@ -130,34 +130,34 @@ def from_json(value: Any) -> Any:
     return TAGS[tag].read(content)
 
 
-def items_of(content: Any) -> list[Any]:
+def decode_items(content: Any) -> list[Any]:
     if type(content) is not list:
         raise ValueError("a list was expected")
     return [from_json(item) for item in content]
 
 
-def dict_of(content: Any) -> dict[Any, Any]:
+def decode_dict(content: Any) -> dict[Any, Any]:
     return {from_json(key): from_json(value) for key, value in content}
 
 
-def text_of(content: Any) -> str:
+def get_text(content: Any) -> str:
     if type(content) is not str:
         raise ValueError("a text was expected")
     return content
 
 
-def bytes_of(content: Any) -> bytes:
-    return base64.b64decode(text_of(content), validate=True)
+def get_bytes(content: Any) -> bytes:
+    return base64.b64decode(get_text(content), validate=True)
 
 
-def instance_of(content: Any) -> Any:
+def decode_instance(content: Any) -> Any:
     """Create a frozen dataclass with these fields, without calling its constructor."""
     name, values = content
-    kind = loaded_class(text_of(name))
+    kind = loaded_class(get_text(name))
     if kind is None or not is_plain_class(kind):
-        raise ValueError(f"{name[:MAX_SHOWN]!r} is no frozen dataclass of this project")
+        raise ValueError(f"{name[:MAX_SHOWN]!r} is not a frozen dataclass of this project")
     fields = dataclasses.fields(kind)
-    values = items_of(values)
+    values = decode_items(values)
     if len(values) != len(fields):
         raise ValueError(f"{name[:MAX_SHOWN]!r} has {len(fields)} fields, not {len(values)}")
     instance = object.__new__(kind)
@@ -166,18 +166,18 @@ def instance_of(content: Any) -> Any:
     return instance
 
 
-def error_of(content: Any) -> Exception:
+def decode_error(content: Any) -> Exception:
     """Create the error, as the first of its classes known here, without calling any project constructor."""
     names, text, arguments, attributes = content
-    kinds = [kind for kind in map(error_class, items_of(names)) if kind is not None]
+    kinds = [kind for kind in map(error_class, decode_items(names)) if kind is not None]
     if not kinds:
-        raise ValueError(f"{str(names)[:MAX_SHOWN]} are no errors that are known here")
+        raise ValueError(f"{str(names)[:MAX_SHOWN]} are not known errors")
     is_same_class = error_class(names[0]) is kinds[0]
-    told = items_of(arguments) if is_same_class else [text_of(text)]
+    told = decode_items(arguments) if is_same_class else [get_text(text)]
     error = kinds[0].__new__(kinds[0], *told)
     for name, value in attributes:
         value = from_json(value)
-        if hasattr(Exception, text_of(name)) or (name == "exit_code" and value not in EXIT_CODES):
+        if hasattr(Exception, get_text(name)) or (name == "exit_code" and value not in EXIT_CODES):
             raise ValueError(f"an error with {name[:MAX_SHOWN]!r} of {str(value)[:MAX_SHOWN]!r}")
         vars(error)[name] = value
     return error
@@ -188,7 +188,7 @@ def error_class(name: Any) -> type[Exception] | None:
     known = BUILTIN_ERRORS.get(name) or TORCH_ERRORS.get(name)
     if known is not None:
         return known
-    kind = loaded_class(text_of(name))
+    kind = loaded_class(get_text(name))
     return kind if kind is not None and issubclass(kind, Exception) else None
 
 
@@ -198,7 +198,7 @@ def loaded_class(name: str) -> type | None:
     if module_name.partition(".")[0] not in PACKAGES or module_name not in sys.modules:
         return None
     kind = vars(sys.modules[module_name]).get(class_name)
-    return kind if isinstance(kind, type) and name_of(kind) == name else None
+    return kind if isinstance(kind, type) and get_name(kind) == name else None
 
 
 def is_plain_class(kind: type) -> bool:
@@ -218,15 +218,15 @@ class Tag:
 
 
 TAGS = {
-    "bytes": Tag(bytes_to_json, bytes_of),
-    "tuple": Tag(items_to_json, lambda content: tuple(items_of(content))),
-    "set": Tag(items_to_json, lambda content: set(items_of(content))),
-    "frozenset": Tag(items_to_json, lambda content: frozenset(items_of(content))),
-    "dict": Tag(pairs_to_json, dict_of),
-    "path": Tag(str, lambda content: Path(text_of(content))),
-    "class": Tag(to_json, instance_of),
-    "error": Tag(to_json, error_of),
+    "bytes": Tag(bytes_to_json, get_bytes),
+    "tuple": Tag(items_to_json, lambda content: tuple(decode_items(content))),
+    "set": Tag(items_to_json, lambda content: set(decode_items(content))),
+    "frozenset": Tag(items_to_json, lambda content: frozenset(decode_items(content))),
+    "dict": Tag(pairs_to_json, decode_dict),
+    "path": Tag(str, lambda content: Path(get_text(content))),
+    "class": Tag(to_json, decode_instance),
+    "error": Tag(to_json, decode_error),
 }
-TAG_OF: dict[type, str] = {
+TAG_BY_TYPE: dict[type, str] = {
     bytes: "bytes", tuple: "tuple", set: "set", frozenset: "frozenset", dict: "dict"
 }

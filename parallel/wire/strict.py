@@ -40,14 +40,14 @@ class PrivateCopies:
         # copy each tensor; then poison the results, including those that are sent too
         self.copies = {id(x): x.detach().clone(memory_format=torch.contiguous_format)
                        for x in (*sources, *results)}
-        snapshots = [bits_of(x) for x in self.messages]
+        snapshots = [get_bits(x) for x in self.messages]
         for x in self.results:
             poison(x)
 
         # a result may be a part of its message (in-place reduce-scatter): then that part is poisoned. A
         # message that is a part of a result has changed here, which wait() reports
         self.snapshots = [
-            bits_of(message) if any(contains(message, x) for x in self.results) else snapshot
+            get_bits(message) if any(contains(message, x) for x in self.results) else snapshot
             for message, snapshot in zip(self.messages, snapshots)
         ]
 
@@ -60,10 +60,10 @@ class PrivateCopies:
         if self.mode.under_way.pop(id(self), None) is None:
             return
         for message, snapshot in zip(self.messages, self.snapshots):
-            if not torch.equal(bits_of(message), snapshot):
+            if not torch.equal(get_bits(message), snapshot):
                 raise StrictError(f"{self.title}: a message was written before wait()")
         for result in self.results:
-            if not bool((bits_of(result) == POISON).all()):
+            if not bool((get_bits(result) == POISON).all()):
                 raise StrictError(f"{self.title}: a result was written before wait()")
             result.data.copy_(self.of(result))
 
@@ -94,7 +94,7 @@ def contains(outer: Tensor, inner: Tensor) -> bool:
     return first <= inner.data_ptr() and inner.data_ptr() + inner.nbytes <= last
 
 
-def bits_of(x: Tensor) -> Tensor:
+def get_bits(x: Tensor) -> Tensor:
     """Return the bytes of x [any shape] as a new tensor [bytes], uint8."""
     return x.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 

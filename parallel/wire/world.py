@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from parallel.wire import comm
 from parallel.wire.comm import Activity, Group, Ledger
-from parallel.wire.connection import Connection, connection_of
+from parallel.wire.connection import Connection, find_connection
 
 NCCL_MARGIN_S = 120.0  # by which the timeout of NCCL's watchdog exceeds ours
 LAUNCHER_SECONDS = 10.0  # for a launcher to reach the store of another node after its ranks have exited
@@ -76,9 +76,9 @@ class World:
     ) -> Group | None:
         """Like group_of_rank, but return None if no group holds this rank."""
         found = None
-        joined = connection_of(range(self.size))
+        joined = find_connection(range(self.size))
         for ranks in map(tuple, groups):
-            connection = connection_of(ranks, channel)
+            connection = find_connection(ranks, channel)
             if connection is not None and connection != joined and connection not in self.handles:
                 self.handles[connection] = self.connect(name, ranks, axes)
             if self.rank in ranks:

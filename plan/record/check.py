@@ -107,7 +107,7 @@ class Exchanges:
             assert one is not None and other is not None
             if (one.verb, one.dtype) != (other.verb, other.dtype) or not same_size(one, other):
                 self.findings.append(
-                    f"{in_words(lane)}: rank {members[0]} runs {one}, where rank {rank} runs {other}"
+                    f"{to_text(lane)}: rank {members[0]} runs {one}, where rank {rank} runs {other}"
                 )
                 return False
         for rank, exchange in firsts.items():
@@ -135,7 +135,7 @@ class Exchanges:
         if other is None:
             return False
         if other.nbytes != exchange.nbytes or other.dtype != exchange.dtype:
-            self.findings.append(f"{in_words(lane)}: rank {rank} has {exchange}, and rank {peer} {other}")
+            self.findings.append(f"{to_text(lane)}: rank {rank} has {exchange}, and rank {peer} {other}")
         self.end(rank, exchange)
         if self.transport == "nccl":
             assert peer is not None
@@ -178,16 +178,16 @@ class Exchanges:
         lines: list[str] = []
         for rank, own in self.events.items():
             if own:
-                lines.append(f"rank {rank} waits for ever: {self.why(rank, own[0])}")
+                lines.append(f"rank {rank} waits forever: {self.why(rank, own[0])}")
         if lines:
             return lines[:MAX_NAMED] + ([f"and {len(lines) - MAX_NAMED} more"] if lines[MAX_NAMED:] else [])
         for lane, queues in self.under_way.items():
             for rank, batches in queues.items():
                 for exchange in (exchange for batch in batches for exchange in batch):
-                    lines.append(f"{in_words(lane)}: rank {rank} posts {exchange}, which nobody meets")
+                    lines.append(f"{to_text(lane)}: rank {rank} posts {exchange}, which nobody meets")
         for (lane, source, target), sent in self.unread.items():
             for one in sent:
-                lines.append(f"{in_words(lane)}: rank {target} never receives {one} of rank {source}")
+                lines.append(f"{to_text(lane)}: rank {target} never receives {one} of rank {source}")
         return lines[:MAX_NAMED]
 
     def why(self, rank: int, event: Event) -> str:
@@ -198,7 +198,7 @@ class Exchanges:
                     if exchange.number == event.number:
                         before = queues[rank][0][0]
                         behind = f", behind {before}" if place else ""
-                        return f"{exchange} in {in_words(lane)}{behind}"
+                        return f"{exchange} in {to_text(lane)}{behind}"
         return str(event)
 
 
@@ -207,7 +207,7 @@ def same_size(one: PostedExchange, other: PostedExchange) -> bool:
     return one.verb == "all_to_all" or one.nbytes == other.nbytes
 
 
-def in_words(lane: Connection) -> str:
+def to_text(lane: Connection) -> str:
     """Format as "ranks 0, 1 (backward)"."""
     channel, ranks = lane
     shown = [*ranks[:4], "..."] if len(ranks) > 5 else ranks

@@ -59,7 +59,7 @@ def is_our_function(value: Any) -> bool:
 
 
 @functools.cache
-def syntax_of(function: FunctionType) -> ast.FunctionDef:
+def get_syntax(function: FunctionType) -> ast.FunctionDef:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     return tree
@@ -81,7 +81,7 @@ class KernelWalk:
     def __init__(
         self, function: FunctionType, origins: dict[str, Names], numbers: dict[str, Any], use: TensorUse
     ) -> None:
-        self.tree = syntax_of(function)
+        self.tree = get_syntax(function)
         self.globals = function.__globals__
         self.local_names = assigned_names(self.tree.body) | {arg.arg for arg in self.tree.args.args}
         self.origins = dict(origins)
@@ -205,7 +205,7 @@ class KernelWalk:
     ) -> Names:
         """Follow a call of another function under triton.jit, with everything known about its arguments."""
         function = plain_function(helper)
-        names = [arg.arg for arg in syntax_of(function).args.args]
+        names = [arg.arg for arg in get_syntax(function).args.args]
         given = {**dict(zip(names, positional)), **keywords}
         nodes = {**dict(zip(names, node.args)), **{word.arg: word.value for word in node.keywords}}
         defaults = inspect.signature(function).parameters.items()
@@ -241,13 +241,13 @@ def plain_value(value: Any) -> Any:
 
 
 @functools.cache
-def signature_of(function: FunctionType) -> inspect.Signature:
+def get_signature(function: FunctionType) -> inspect.Signature:
     return inspect.signature(function)
 
 
 def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Bind the arguments of a launch to the kernel's parameter names, without launch options."""
-    signature = signature_of(plain_function(kernel))
+    signature = get_signature(plain_function(kernel))
     known = {name: value for name, value in kwargs.items() if name in signature.parameters}
     bound = signature.bind_partial(*args, **known)
     bound.apply_defaults()
@@ -257,7 +257,7 @@ def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[
 def fixed_numbers(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that are compiled into the kernel: tl.constexpr, and None for a missing tensor."""
     fixed = {}
-    for name, parameter in signature_of(plain_function(kernel)).parameters.items():
+    for name, parameter in get_signature(plain_function(kernel)).parameters.items():
         is_constexpr = "constexpr" in str(parameter.annotation)
         if name in arguments and (is_constexpr or arguments[name] is None):
             fixed[name] = arguments[name]

@@ -1,6 +1,6 @@
 """Record every launch of a GPU's step without a GPU.
 
-The real train_step runs on tensors without storage (torch's meta device). Inside `claimed_gpu` the tensors
+The real train_step runs on tensors without storage (torch's meta device). Inside `simulated_gpu` the tensors
 report a GPU as their device, and torch.cuda answers for a Chip, so the code takes the same paths as on the
 GPU. A `Recorder` keeps each Triton kernel and each torch operation that would be launched, with its reads and
 writes. Nothing is computed. If the host asks for a value, the recorder makes it up (True) and keeps the
@@ -35,7 +35,7 @@ from parallel.sharding import spec
 from plan.record.events import Event, HostRead, OpBegins, OpEnds
 from plan.record.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
 from plan.record.memory import Holder, LiveBytes
-from plan.record.streams import COMPUTE, ClaimedEvent, ClaimedStream, stream_context
+from plan.record.streams import COMPUTE, SimulatedEvent, SimulatedStream, stream_context
 
 ROOT = Path(__file__).resolve().parents[2]
 # are not the code that is recorded
@@ -64,7 +64,6 @@ CHIPS = {  # by name in configs/clusters.yaml
     "b200": Chip("NVIDIA B200", (10, 0), processors=148, memory_bytes=178 * 2**30),
     "gb200": Chip("NVIDIA GB200", (10, 0), processors=152, memory_bytes=184 * 2**30),
 }
-SHARED_BYTES = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}  # per multiprocessor
 HOPPER = (9, 0)
 
 
@@ -129,7 +128,7 @@ def as_meta(value: Any) -> Any:
 # ---- emulating the GPU -------------------------------------------------------------------------------------
 
 
-class ClaimedDevice(TorchFunctionMode):
+class SimulatedDevice(TorchFunctionMode):
     """Makes RecordedTensor tensors report `device`, and redirects tensors created there to meta."""
 
     def __init__(self, device: torch.device, recorder: "Recorder") -> None:
@@ -143,11 +142,11 @@ class ClaimedDevice(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
         if is_meta and name == "data_ptr":
-            return made_up_address(args[0].untyped_storage()) + args[0].storage_offset() * args[0].itemsize
+            return fake_address(args[0].untyped_storage()) + args[0].storage_offset() * args[0].itemsize
         if name == "__get__":
             return self.attribute(function, args, is_meta)
         if is_meta and name in ("__bool__", "item"):
-            self.recorder.add_host_read(caller_of(sys._getframe(1)))
+            self.recorder.add_host_read(find_caller(sys._getframe(1)))
             return True
         if function is torch.device:
             return function(*args, **(kwargs or {}))
@@ -191,25 +190,25 @@ class ClaimedDevice(TorchFunctionMode):
         return META if is_device else value
 
 
-def made_up_address(storage: torch.UntypedStorage) -> int:
+def fake_address(storage: torch.UntypedStorage) -> int:
     """Return an address for a storage without memory, as far from all others as its bytes require."""
     return storage._cdata << 44
 
 
 @contextlib.contextmanager
-def claimed_addresses() -> Iterator[None]:
+def simulated_addresses() -> Iterator[None]:
     """Give storages without memory distinct addresses, which code compares to identify tensors."""
     real_address = torch.UntypedStorage.data_ptr
 
     def address(storage: torch.UntypedStorage) -> int:
-        return made_up_address(storage) if storage.device == META else real_address(storage)
+        return fake_address(storage) if storage.device == META else real_address(storage)
 
     with mock.patch.object(torch.UntypedStorage, "data_ptr", address):
         yield
 
 
 @contextlib.contextmanager
-def claimed_recomputation() -> Iterator[None]:
+def simulated_recomputation() -> Iterator[None]:
     """Skip the device comparison in torch's checkpoint recompute: a tensor saved by a C++ operation does not
     report the claimed device."""
 
@@ -225,7 +224,7 @@ def is_host(device: Any) -> bool:
 
 
 @contextlib.contextmanager
-def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterator[torch.device]:
+def simulated_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterator[torch.device]:
     """Make torch behave like on a machine with the chip. Yields the device that tensors claim.
 
     `cudnn` says whether cuDNN supports packed documents there (kernels/attention_cudnn.py).
@@ -236,36 +235,35 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
         minor=chip.capability[1],
         multi_processor_count=chip.processors,
         total_memory=chip.memory_bytes,
-        shared_memory_per_multiprocessor=SHARED_BYTES[chip.capability],
     )
     answers = {
         "get_device_capability": lambda *_: chip.capability,
         "get_device_properties": lambda *_: properties,
         "get_device_name": lambda *_: chip.name,
         "current_device": lambda: 0,
-        "Stream": lambda *_, **__: ClaimedStream(recorder, "copies"),
-        "current_stream": lambda *_: ClaimedStream(recorder, recorder.stream),
+        "Stream": lambda *_, **__: SimulatedStream(recorder, "copies"),
+        "current_stream": lambda *_: SimulatedStream(recorder, recorder.stream),
         "stream": stream_context,
-        "Event": ClaimedEvent,
+        "Event": SimulatedEvent,
     }
     device = torch.device("cuda", 0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh_caches())
-        stack.enter_context(claimed_addresses())
-        stack.enter_context(claimed_recomputation())
+        stack.enter_context(simulated_addresses())
+        stack.enter_context(simulated_recomputation())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(triton_, "TRITON_AVAILABLE", True))
         stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
-        stack.enter_context(claimed_libraries())
+        stack.enter_context(simulated_libraries())
         if cudnn:
-            stack.enter_context(claimed_cudnn())
-        stack.enter_context(ClaimedDevice(device, recorder))
+            stack.enter_context(simulated_cudnn())
+        stack.enter_context(SimulatedDevice(device, recorder))
         yield device
 
 
 @contextlib.contextmanager
-def claimed_libraries() -> Iterator[None]:
+def simulated_libraries() -> Iterator[None]:
     """Pretend that torch's libraries are installed and flash-attn is not, and that trial runs pass.
 
     A trial compares values, which meta tensors do not have.
@@ -288,7 +286,7 @@ def claimed_libraries() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def claimed_cudnn() -> Iterator[None]:
+def simulated_cudnn() -> Iterator[None]:
     """Route packed documents to torch's cuDNN operation, as in torch 2.14 and later with cuDNN 9.25.
 
     Earlier versions of torch only support it for tensors with storage.
@@ -331,11 +329,11 @@ def claimed_cudnn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
+def simulated_cpu(recorder: "Recorder") -> Iterator[torch.device]:
     """Make meta tensors report CPU index 0: without an index it is the host, where tensors have values."""
     device = torch.device("cpu", 0)
     recorder.counts_host = True
-    with fresh_caches(), claimed_addresses(), claimed_recomputation(), ClaimedDevice(device, recorder):
+    with fresh_caches(), simulated_addresses(), simulated_recomputation(), SimulatedDevice(device, recorder):
         yield device
 
 
@@ -562,8 +560,8 @@ class Recorder:
         pointers = tuple(name for name, value in bound.items() if isinstance(value, RecordedTensor))
         fixed = fixed_numbers(kernel, bound)
 
-        use = use_of(function, pointers, tuple(fixed.items()))
-        file, name = caller_of(sys._getframe(2))
+        use = get_tensor_use(function, pointers, tuple(fixed.items()))
+        file, name = find_caller(sys._getframe(2))
         self.launches.append(
             Launch(
                 kernel=f"{function.__module__.removeprefix('kernels.')}.{function.__name__}",
@@ -582,7 +580,7 @@ class Recorder:
 
     def add_tensor(self, x: Tensor) -> None:
         """Count the bytes of a tensor with host numbers."""
-        file, caller = caller_of(sys._getframe(2))
+        file, caller = find_caller(sys._getframe(2))
         self.memory.see([x], self.holder(f"{file}:{caller}"))
 
     def holder(self, place: str) -> Holder:
@@ -614,7 +612,7 @@ class Recorder:
     def add_operation(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
         if function.is_view and not self.with_views:
             return
-        name = name_of(function)
+        name = get_name(function)
         inputs = tensors_in((args, kwargs))
         outputs = tensors_in(result)
         if not inputs and not outputs:
@@ -655,7 +653,7 @@ class Recorder:
 
         The backward of torch's operations runs in C++: its node has the same number as the forward.
         """
-        caller = caller_of(sys._getframe(3))
+        caller = find_caller(sys._getframe(3))
         number = torch._C._autograd._get_sequence_nr() if not in_backward() else None
         if number is not None:
             self.callers.setdefault(number - 1, caller)
@@ -666,7 +664,7 @@ class Recorder:
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def use_of(
+def get_tensor_use(
     function: FunctionType, pointers: tuple[str, ...], fixed: tuple[tuple[str, Any], ...]
 ) -> TensorUse:
     """Return the reads and writes of a kernel launch; see tensors_used."""
@@ -674,20 +672,20 @@ def use_of(
 
 
 @functools.cache
-def name_of(function: Any) -> str:
+def get_name(function: Any) -> str:
     """Return a name such as aten.mm for any overload."""
     return str(function.overloadpacket)
 
 
 def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return an operation's non-tensor arguments by schema name; torch passes most of them unnamed."""
-    names = [argument.name for argument, _ in arguments_of(function)]
+    names = [argument.name for argument, _ in get_arguments(function)]
     given = {**dict(zip(names, args)), **kwargs}
     return {name: value for name, value in given.items() if not tensors_in(value)}
 
 
 @functools.cache
-def arguments_of(function: Any) -> list[tuple[Any, bool]]:
+def get_arguments(function: Any) -> list[tuple[Any, bool]]:
     """Return the arguments in an operation's schema, and whether each is written."""
     arguments = function._schema.arguments
     return [(one, one.alias_info is not None and one.alias_info.is_write) for one in arguments]
@@ -773,7 +771,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def caller_of(frame: FrameType | None) -> tuple[str, str]:
+def find_caller(frame: FrameType | None) -> tuple[str, str]:
     """Return (file, function) of the innermost frame in the recorded code.
 
     Return OUTSIDE if the backward of a torch operation comes first.
@@ -807,13 +805,13 @@ def tensors_in(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return []
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for part in value:
         if isinstance(part, Tensor):
-            found.append(part)
+            results.append(part)
         elif isinstance(part, (list, tuple, dict)):
-            found += tensors_in(part)
-    return found
+            results += tensors_in(part)
+    return results
 
 
 # ---- bytes of an operation ---------------------------------------------------------------------------------
@@ -828,7 +826,7 @@ def operation_bytes(
     overwritten.
     """
     reads, writes = [], []
-    schema = arguments_of(function)
+    schema = get_arguments(function)
     values = {argument.name: value for (argument, _), value in zip(schema, args)} | kwargs
     for argument, is_written in schema:
         tensors = tensors_in(values.get(argument.name))
@@ -841,16 +839,16 @@ def operation_bytes(
             reads += tensors
 
     fresh = [x for x in outputs if all(x is not written for written in writes)]
-    num_written = bytes_of(writes + fresh)
+    num_written = get_bytes(writes + fresh)
     if name in GATHERS:
-        return num_written + bytes_of(reads[1:]), num_written, 0
+        return num_written + get_bytes(reads[1:]), num_written, 0
     if name in SCATTERS:
         return scatter_bytes(name, reads)
     updated = [x for x in writes if any(x is read for read in reads)]
-    return bytes_of(distinct(reads)), num_written, bytes_of(updated)
+    return get_bytes(distinct(reads)), num_written, get_bytes(updated)
 
 
-def bytes_of(tensors: list[Tensor]) -> int:
+def get_bytes(tensors: list[Tensor]) -> int:
     return sum(RecordedTensor.of(x).nbytes for x in tensors)
 
 
@@ -865,7 +863,7 @@ def scatter_bytes(name: str, reads: list[Tensor]) -> tuple[int, int, int]:
 
 def distinct(tensors: list[Tensor]) -> list[Tensor]:
     """Drop repeated tensor objects: x * x reads x once."""
-    found: dict[int, Tensor] = {}
+    result: dict[int, Tensor] = {}
     for x in tensors:
-        found.setdefault(id(x), x)
-    return list(found.values())
+        result.setdefault(id(x), x)
+    return list(result.values())

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from plan.cost import Cluster, Efficiency, hops_of, seconds_on_links, sent_bytes
+from plan.cost import Cluster, Efficiency, num_hops, seconds_on_links, sent_bytes
 from plan.record.events import PostedExchange
 
 
@@ -19,4 +19,4 @@ def seconds_of_exchange(links: ClusterLinks, rank: int, exchange: PostedExchange
     node = links.cluster.node
     near = sum(other // node == rank // node for other in ranks)
     sent = sent_bytes(exchange.verb, size=len(ranks), near=near, nbytes=exchange.nbytes)
-    return seconds_on_links(*links, sent, hops=hops_of(exchange.verb, len(ranks)))
+    return seconds_on_links(*links, sent, hops=num_hops(exchange.verb, len(ranks)))

@@ -120,7 +120,7 @@ class LiveBytes:
         return self.at_peak
 
 
-def curve_of(begun_with: Iterable[Change], changes: Iterable[Change]) -> list[Point]:
+def memory_curve(begun_with: Iterable[Change], changes: Iterable[Change]) -> list[Point]:
     """Return the bytes over time."""
     now = sum(change.nbytes for change in begun_with)
     curve = [Point(0, now)]

@@ -43,8 +43,8 @@ from plan.record.launches import (
     Chip,
     Launch,
     Recorder,
-    claimed_cpu,
-    claimed_gpu,
+    simulated_cpu,
+    simulated_gpu,
     without_initial_weights,
 )
 from plan.record.role import microbatch
@@ -159,7 +159,7 @@ class PartForm(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def record_of(form: PartForm) -> PartRecord:
+def get_part_record(form: PartForm) -> PartRecord:
     """Return the record of a part, derived if possible from those of few sequences and few expert-parallel
     ranks.
 
@@ -172,17 +172,17 @@ def record_of(form: PartForm) -> PartRecord:
     if isinstance(form.layer, str) or not has_experts(cfg.model, form.layer):
         form = form._replace(cfg=with_keys(cfg, "parallel", ep=1, etp=1, ep_chunks=1))
         if form.cfg != cfg:
-            return record_of(form)
+            return get_part_record(form)
 
     b, (one, two) = cfg.train.micro_batch, SEQUENCES_ON_THE_LINE
     if b > 1 and b not in (one, two) and isinstance(form.layer, int):
         forms = [form._replace(cfg=with_keys(cfg, "train", micro_batch=number)) for number in (one, two)]
-        return on_the_line(*map(record_of, forms), steps=(b - one) / (two - one))
+        return on_the_line(*map(get_part_record, forms), steps=(b - one) / (two - one))
 
     ep, (one, two) = cfg.parallel.ep, RANKS_ON_THE_LINE
     if ep > 1 and ep not in (one, two) and has_several_experts(cfg, max(ep, two)):
         forms = [form._replace(cfg=with_keys(cfg, "parallel", ep=ranks)) for ranks in (one, two)]
-        return on_the_line(*map(record_of, forms), steps=(1 / ep - 1 / one) / (1 / two - 1 / one))
+        return on_the_line(*map(get_part_record, forms), steps=(1 / ep - 1 / one) / (1 / two - 1 / one))
     return record_part(form)
 
 
@@ -224,7 +224,7 @@ def record_part(form: PartForm) -> PartRecord:
     recorder = Recorder(with_views=False)
     wire = RecordingWire(recorder.now, recorder.events)
     mesh = mesh_of_one_stage(form.cfg, Activity(wire=wire))
-    claimed = claimed_cpu(recorder) if form.chip is None else claimed_gpu(form.chip, recorder)
+    claimed = simulated_cpu(recorder) if form.chip is None else simulated_gpu(form.chip, recorder)
     notes = contextlib.redirect_stderr(io.StringIO())  # from kernels that do not run on a chip
     with notes, claimed as device, without_initial_weights(), recorder.recording(), noted_reads(recorder):
         with META:
@@ -265,9 +265,6 @@ class NoBlock(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         return x, residual, None
 
-    def add_router_stats(self, stats: Tensor | None) -> None:
-        pass
-
 
 class MicrobatchRun(NamedTuple):
     """One microbatch. left: bytes alive after it that were not alive before."""
@@ -287,8 +284,7 @@ class PartRunner:
         layer = form.layer if isinstance(form.layer, int) else 0
         self.facts = Facts(keys_of_layer(cfg.model, layer, (cfg.train.seq_len,)))
         self.recorder = recorder
-        first, last = layers_of_part(cfg, form.layer)
-        self.stage = PipelineStage(cfg, mesh, first, last)
+        self.stage = PipelineStage(cfg, mesh, *layers_of_part(cfg, form.layer))
         part = self.stage.blocks[0] if self.stage.blocks else (self.stage.embedding or self.stage.head)
         scale_for_mup(cfg, part)
         self.layer = form.layer
@@ -314,7 +310,7 @@ class PartRunner:
         self.has_residual = cfg.parallel.recompute != "full"
         self.scale = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
         before = recorder.memory.now
-        self.context = self.stage.training_context(self.microbatch, self.scale)
+        self.context = self.stage.context_of(self.microbatch, self.scale)
         self.context_bytes = recorder.memory.now - before
 
     def run(self, is_split: bool = False) -> MicrobatchRun:
@@ -367,7 +363,8 @@ class PartRunner:
             inputs = LossInputs(batch, self.scale, self.context)
             return (stage.head(x, inputs, residual=residual),)
         y, residual, stats = stage.blocks[0](x, residual, self.context)
-        stage.blocks[0].add_router_stats(stats)
+        if stats is not None:
+            stage.blocks[0].add_router_stats(stats)
         return (y,) if residual is None else (y, residual)
 
     def lend_keys(self) -> None:
@@ -388,9 +385,9 @@ class PartRunner:
         """Record a phase. `begin` are the bytes at its start. `weight_spans` (first, last) are launches that
         compute weight gradients."""
         recorder = self.recorder
-        works = [work_of(launch, self.facts) for launch in recorder.launches]
+        works = [get_amount(launch, self.facts) for launch in recorder.launches]
         weights = sum((one for first, last in weight_spans for one in works[first:last]), Amount())
-        events = list(events_of(recorder.events, works))
+        events = list(iter_events(recorder.events, works))
         if recorder.host_reads:
             events.append(Amount(host_reads=len(recorder.host_reads)))
         return PhaseRecord(tuple(events), weights, recorder.memory.peak - begin)
@@ -430,7 +427,7 @@ def noted_weight_grads(recorder: Recorder, spans: list[tuple[int, int]]) -> Iter
         yield
 
 
-def work_of(launch: Launch, facts: Facts) -> Amount:
+def get_amount(launch: Launch, facts: Facts) -> Amount:
     judged = judge(launch, facts)
     flops = {}
     if judged.part in (FORWARD, BACKWARD) or launch.file in ATTENTION_FILES:
@@ -442,7 +439,7 @@ def work_of(launch: Launch, facts: Facts) -> Amount:
     return Amount(**flops, nbytes=judged.nbytes, launches=launch.launches)
 
 
-def events_of(posted: Iterable[RecordedEvent], works: list[Amount]) -> Iterator[Event]:
+def iter_events(posted: Iterable[RecordedEvent], works: list[Amount]) -> Iterator[Event]:
     """Yield what is posted and awaited, with the work in between."""
     numbers: dict[int, str] = {}
     done = 0

@@ -5,7 +5,7 @@ A launch takes
     max(bytes / bandwidth, FLOPs / rate, launches * shortest)
 
 (for a weight gradient, its FLOPs plus the bytes of its fp32 result). The rates are those of one H200, as low,
-middle and high values with their sources. `rates_of` scales them to another GPU by the ratio of the data
+middle and high values with their sources. `get_rates` scales them to another GPU by the ratio of the data
 sheets, an assumption that has not been measured. lab/benchmarks/measured.py derives rates from measurements.
 """
 
@@ -55,8 +55,8 @@ RATES = {
     "cudnn backward": Rate(400, 450, 490, 520, "cuDNN's, five products counted"),
     "flash 2": Rate(330, 350, 380, 600, "FlashAttention 2 in torch, written for sm_80"),
     "flash 2 backward": Rate(210, 230, 260, 520, "the same, five products counted"),
-    "own attention": Rate(330, 370, 400, 600, "kernels/attention_forward.py: " + OWN),
-    "own attention backward": Rate(230, 265, 300, 520, "kernels/attention_backward.py: " + OWN),
+    "own attention": Rate(220, 270, 320, 600, "kernels/attention_triton.py, all blocks masked: a guess"),
+    "own attention backward": Rate(140, 180, 220, 520, "the same, seven products of which five are counted"),
 }
 BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
 SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")
@@ -124,7 +124,7 @@ ASSUMED = LaunchRates(RATES)
 ASSUMED_OF = Sheet("h200", bf16=989e12, fp8=1979e12, fp32=67e12, hbm=4800e9)
 
 
-def rates_of(sheet: Sheet) -> LaunchRates:
+def get_rates(sheet: Sheet) -> LaunchRates:
     """Scale ASSUMED to another GPU by the ratio of the data sheets. Launch overhead is unchanged."""
 
     def scaled(rate: Rate, ratio: float) -> Rate:

@@ -17,11 +17,11 @@ from unittest import mock
 import torch
 
 from config import Config, ParallelConfig
-from config.reading.schedules import schedule_of
+from config.reading.schedules import get_schedule
 from kernels.attention_mask import DocumentCounts
 from parallel.extras import GradientHook
 from parallel.microbatch import Microbatch
-from parallel.pipeline.executor import Pipeline
+from parallel.pipeline.executor import GradientAccumulation, Pipeline
 from parallel.pipeline.schedule import Op, Schedule
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
@@ -32,12 +32,12 @@ from plan.record.launches import (
     Chip,
     Launch,
     Recorder,
-    claimed_cpu,
-    claimed_gpu,
+    simulated_cpu,
+    simulated_gpu,
     without_initial_weights,
 )
 from plan.record.memory import Change, Holder
-from plan.record.splice import Splicer, Unlike, name_of
+from plan.record.splice import Splicer, Unlike, get_name
 from plan.record.wire import AskingWire, RecordingWire, Said
 
 STEP = 2  # the recorded step: the first one makes what later ones reuse
@@ -76,10 +76,10 @@ def shortest_schedule(parallel: ParallelConfig, microbatches: int) -> Schedule:
     """Return the schedule with the fewest microbatches allowed instead of `microbatches`."""
     for number in range(1, microbatches):
         try:
-            return schedule_of(parallel.schedule, parallel.pp, number, parallel.vpp)
+            return get_schedule(parallel.schedule, parallel.pp, number, parallel.vpp)
         except ValueError:  # interleaved needs a multiple of the ranks
             continue
-    return schedule_of(parallel.schedule, parallel.pp, microbatches, parallel.vpp)
+    return get_schedule(parallel.schedule, parallel.pp, microbatches, parallel.vpp)
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def record_role(
 ) -> RoleRecord:
     """Record step STEP of rank `rank`. The code takes the paths of the chip, or of a CPU if it is None.
 
-    `answers` come from answers_of; None means that every rank says the same as this one. `traces_all` also
-    traces microbatches that are like others (plan/record/splice.py), which gives the same record.
+    `answers` come from collect_answers; None means that every rank says the same as this one. `traces_all`
+    also traces microbatches that are like others (plan/record/splice.py), which gives the same record.
     """
     record = functools.partial(recorded_role, cfg, dims, rank, chip, program=program, answers=answers)
     try:
@@ -144,29 +144,29 @@ def recorded_role(
     recorder = Recorder()
     wire = RecordingWire(recorder.now, recorder.events, answers or {})
     mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))
-    claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
+    claimed = simulated_cpu(recorder) if chip is None else simulated_gpu(chip, recorder)
     with claimed as device, without_initial_weights():
         batches = functools.partial(assumed_batch, cfg, dims, device)
         splicer = None if traces_all else Splicer(recorder, wire, mesh.ledger)
         return record_steps(program, recorder, mesh, device, batches, splicer=splicer)
 
 
-def answers_of(
+def collect_answers(
     dims: ParallelDims, ranks: Iterable[int], chip: Chip | None, program: Program
 ) -> dict[int, object]:
     """Return {rank: plain data that it sends to others when the run is built}, by building each of them."""
-    found: dict[int, object] = {}
+    result: dict[int, object] = {}
     for rank in ranks:
         recorder = Recorder()
         recorder.is_build = True
         mesh = Mesh.without_processes(dims, rank, Activity(wire=AskingWire(recorder.now, recorder.events)))
-        claimed = claimed_cpu(recorder) if chip is None else claimed_gpu(chip, recorder)
+        claimed = simulated_cpu(recorder) if chip is None else simulated_gpu(chip, recorder)
         with claimed as device, without_initial_weights(), recorder.recording(), META:
             try:
                 program.build(mesh, device)
             except Said as said:
-                found[rank] = said.data
-    return found
+                result[rank] = said.data
+    return result
 
 
 def record_steps(
@@ -222,11 +222,11 @@ def record_steps(
 
 @contextlib.contextmanager
 def named_ops(recorder: Recorder) -> Iterator[None]:
-    """Let the recorder note which op of the pipeline runs."""
+    """Let the recorder note which op of the pipeline runs. A model in one stage runs the same ops."""
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(pipeline: Pipeline, op: Op, *args: Any) -> Any:
-            with recorder.op(name_of(op)):
+            with recorder.op(get_name(op)):
                 return real(pipeline, op, *args)
 
         return run
@@ -234,6 +234,7 @@ def named_ops(recorder: Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in ("forward", "backward", "compute_weight_grads"):
             stack.enter_context(mock.patch.object(Pipeline, name, noting(getattr(Pipeline, name))))
+        stack.enter_context(mock.patch.object(GradientAccumulation, "run", Pipeline.run))
         yield
 
 

@@ -23,7 +23,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from parallel.pipeline.executor import Pipeline, next_compute_kinds
+from parallel.pipeline.executor import GradientAccumulation, Pipeline, next_compute_kinds
 from parallel.pipeline.schedule import COMPUTE_KINDS, END_OF_SEND, Op
 from parallel.wire.comm import Ledger
 from plan.record.events import Event, OpBegins, PostedExchange, StreamWait, Wait, without_collection
@@ -203,7 +203,7 @@ class Splicer:
         def run(pipeline: Pipeline, ops: list[Op], *args: Any) -> Tensor:
             if self.trace is not None:
                 raise Unlike("the pipeline runs twice in a step")
-            parts = [part for zero in pipeline.zero_schedulers.values() for part in zero.parts]
+            parts = [part for zero in pipeline.zero_hooks.values() for part in zero.parts]
             is_sharded = any(bucket.zero >= 2 for part in parts for bucket in part)
             last_stage = pipeline.schedule.n_stages - 1
             key_all = functools.partial(keys_of, last_stage=last_stage, is_sharded=is_sharded)
@@ -215,7 +215,10 @@ class Splicer:
             self.trace = Trace(all_ops, key_all(all_ops), marked, key_all(few))
             return real(pipeline, marked, *args)
 
-        with mock.patch.object(Pipeline, "run", run):
+        with (
+            mock.patch.object(Pipeline, "run", run),
+            mock.patch.object(GradientAccumulation, "run", run),  # the same ops, which it does not read
+        ):
             yield
         if self.trace is not None:
             self.expand(self.trace)
@@ -353,8 +356,8 @@ class SegmentReader:
         segment = Segment(
             recorder.launches[first : end.launches],
             events=[self.event(op, event, begin) for event in events],
-            changes=[change_of(self.storages, op, one, first) for one in changes],
-            host_changes=[change_of(self.host_storages, op, one, first) for one in host_changes],
+            changes=[convert_change(self.storages, op, one, first) for one in changes],
+            host_changes=[convert_change(self.host_storages, op, one, first) for one in host_changes],
             ledger=+Counter({key: count - begin.ledger[key] for key, count in end.ledger.items()}),
         )
         for made in (self.exchanges, self.storages, self.host_storages):
@@ -365,7 +368,7 @@ class SegmentReader:
         """Convert an event for a Segment. Raises Unlike if a stream waits for an earlier op."""
         own: dict[str, object] = {"time": event.time - begin.launches}
         if isinstance(event, PostedExchange):
-            self.exchanges.add(op, event.number, label_of(event))
+            self.exchanges.add(op, event.number, exchange_label(event))
             own |= {"number": event.number - begin.exchanges, "batch": event.batch - begin.exchanges}
         elif isinstance(event, Wait):
             own["number"] = self.exchanges.ref(op, event.number)
@@ -373,12 +376,12 @@ class SegmentReader:
             if event.until < begin.launches:
                 raise Unlike("a stream waits for an op before")
             own["until"] = event.until - begin.launches
-        elif isinstance(event, OpBegins) and event.name == name_of(op):
+        elif isinstance(event, OpBegins) and event.name == get_name(op):
             own["name"] = ""
         return event._replace(**own)
 
 
-def change_of(made: Made, op: Op, change: Change, first: int) -> Any:
+def convert_change(made: Made, op: Op, change: Change, first: int) -> Any:
     """Convert a change for a Segment."""
     if change.nbytes < 0:
         return change._replace(time=change.time - first, storage=made.ref(op, change.storage))
@@ -386,12 +389,12 @@ def change_of(made: Made, op: Op, change: Change, first: int) -> Any:
     return change._replace(time=change.time - first, storage=0)
 
 
-def label_of(exchange: PostedExchange) -> object:
+def exchange_label(exchange: PostedExchange) -> object:
     """Return the common properties of equivalent exchanges."""
     return exchange._replace(number=0, batch=0, time=0)
 
 
-def name_of(op: Op) -> str:
+def get_name(op: Op) -> str:
     """Return the name in the record."""
     return f"{op.kind} of microbatch {op.microbatch}, stage {op.stage}"
 
@@ -435,14 +438,14 @@ class RecordWriter:
         own: dict[str, object] = {"time": first + event.time}
         if isinstance(event, PostedExchange):
             number = self.num_exchanges + event.number
-            self.exchanges.add(op, number, label_of(event))
+            self.exchanges.add(op, number, exchange_label(event))
             own |= {"number": number, "batch": self.num_exchanges + event.batch}
         elif isinstance(event, Wait):
             own["number"] = self.exchanges.number(op, event.number)
         elif isinstance(event, StreamWait):
             own["until"] = first + event.until
         elif isinstance(event, OpBegins) and not event.name:
-            own["name"] = name_of(op)
+            own["name"] = get_name(op)
         return event._replace(**own)
 
     def change(self, memory: LiveBytes, made: Made, op: Op, change: Any, first: int) -> None:

@@ -21,18 +21,18 @@ class Notes(Protocol):
     now: Callable[[], int]
 
 
-class ClaimedEvent(mock.MagicMock):
+class SimulatedEvent(mock.MagicMock):
     """Emulates torch.cuda.Event, a point in a stream."""
 
     stream = COMPUTE
     until = 0
 
-    def record(self, stream: "ClaimedStream | None" = None) -> None:
+    def record(self, stream: "SimulatedStream | None" = None) -> None:
         if stream is not None:
             stream.record_event(self)
 
 
-class ClaimedStream:
+class SimulatedStream:
     """Emulates torch.cuda.Stream. name: all streams other than the compute stream share one."""
 
     def __init__(self, notes: Notes, name: str) -> None:
@@ -40,14 +40,14 @@ class ClaimedStream:
         self.name = name
         self.device = torch.device("cuda", 0)
 
-    def wait_stream(self, other: "ClaimedStream") -> None:
+    def wait_stream(self, other: "SimulatedStream") -> None:
         self.note(self.name, other.name, self.notes.now())
 
-    def record_event(self, event: ClaimedEvent) -> ClaimedEvent:
+    def record_event(self, event: SimulatedEvent) -> SimulatedEvent:
         event.stream, event.until = self.name, self.notes.now()
         return event
 
-    def wait_event(self, event: ClaimedEvent) -> None:
+    def wait_event(self, event: SimulatedEvent) -> None:
         self.note(self.name, event.stream, event.until)
 
     def synchronize(self) -> None:
@@ -58,7 +58,7 @@ class ClaimedStream:
 
 
 @contextlib.contextmanager
-def stream_context(stream: ClaimedStream | None) -> Iterator[None]:
+def stream_context(stream: SimulatedStream | None) -> Iterator[None]:
     """Emulate torch.cuda.stream: launches inside go to the stream."""
     if stream is None:
         yield

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from plan.record.events import Event, without_collection
 from plan.record.launches import Launch
-from plan.record.memory import Change, Holder, Point, curve_of
+from plan.record.memory import Change, Holder, Point, memory_curve
 from plan.record.rates import Work, host_kind
 from plan.record.role import RoleRecord
 from plan.record.work import Facts, judge
@@ -116,7 +116,7 @@ def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
         peak=record.peak,
         host=record.host,
         held=[HeldAtPeak(*holder, nbytes) for holder, nbytes in record.at_peak.most_common()],
-        curve=thinned(curve_of(record.begun_with, record.changes), MAX_POINTS),
+        curve=thinned(memory_curve(record.begun_with, record.changes), MAX_POINTS),
         waits=dict(Counter(f"{file}:{function}" for file, function in record.host_reads)),
         steps=RankSteps(kinds, order, record.events),
         memory=MemoryTrace(record.begun_with, record.changes),
@@ -124,7 +124,7 @@ def summarize(record: RoleRecord, facts: Facts) -> RoleSummary:
     )
 
 
-def kind_of_memory(holder: Holder) -> str:
+def classify_memory(holder: Holder) -> str:
     """Return a category: weights, gradients, optimizer; a part of the model; or the phase of the step."""
     if holder.phase == "build":
         return next((what for start, what in STATE.items() if holder.place.startswith(start)), "weights")
@@ -141,13 +141,13 @@ def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
     """Return the memory by holder over the step, at the highest point of each of `most` sections."""
     now: Counter[str] = Counter()
     for change in trace.begun_with:
-        now[kind_of_memory(change.holder)] += change.nbytes
+        now[classify_memory(change.holder)] += change.nbytes
     size = max(1, -(-len(trace.changes) // most))
     points = [(0, now.copy())]
     for start in range(0, len(trace.changes), size):
         highest = (0, -1, now)
         for change in trace.changes[start : start + size]:
-            now[kind_of_memory(change.holder)] += change.nbytes
+            now[classify_memory(change.holder)] += change.nbytes
             total = now.total()
             if total > highest[1]:
                 highest = (change.time, total, now.copy())
@@ -160,14 +160,14 @@ def memory_by_kind(trace: MemoryTrace, most: int = MAX_POINTS) -> MemoryByKind:
 def kinds_of(launches: list[Launch], facts: Facts) -> tuple[list[LaunchKind], array]:
     """Return (each kind once, the kind of each launch)."""
     numbers: dict[LaunchKind, int] = {}
-    number_of: dict[int, int] = {}  # by the id of a launch, which may be repeated (splice.py)
+    parse_count: dict[int, int] = {}  # by the id of a launch, which may be repeated (splice.py)
     for launch in launches:
-        if id(launch) not in number_of:
+        if id(launch) not in parse_count:
             place = f"{launch.file}:{launch.function}"
             work = Work.of(judge(launch, facts))
             kind = LaunchKind(work, place, launch.phase, host_kind(launch), launch.stream)
-            number_of[id(launch)] = numbers.setdefault(kind, len(numbers))
-    return list(numbers), array("l", [number_of[id(launch)] for launch in launches])
+            parse_count[id(launch)] = numbers.setdefault(kind, len(numbers))
+    return list(numbers), array("l", [parse_count[id(launch)] for launch in launches])
 
 
 def thinned(curve: list[Point], most: int) -> list[Point]:

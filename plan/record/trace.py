@@ -33,7 +33,7 @@ def trace_events(
 ) -> Iterator[dict]:
     """Yield the events, rank by rank. `titles` name the ranks; `curves` are their bytes over launches."""
     for place, (rank, one) in enumerate(line.ranks.items()):
-        threads = threads_of(one)
+        threads = assign_threads(one)
         yield named("process_name", rank, 0, titles[rank])
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": place}}
         for thread in threads.values():
@@ -54,7 +54,7 @@ def named(what: str, rank: int, thread: int, name: str) -> dict:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
 
 
-def threads_of(one: RankTimeline) -> dict[object, Thread]:
+def assign_threads(one: RankTimeline) -> dict[object, Thread]:
     """Return {"", a stream, or a lane_key: its thread}."""
     names: dict[object, str] = {"": OPS}
     for kind in sorted(one.steps.kinds, key=lambda kind: kind.stream != COMPUTE):
@@ -76,7 +76,7 @@ def lane_key(span: ExchangeSpan) -> tuple[Connection, str]:
     return exchange.lane, "" if exchange.peer is None else exchange.verb
 
 
-def slice_of(
+def make_slice(
     name: str, category: str, rank: int, thread: Thread, start: float, end: float, **facts: object
 ) -> dict:
     """Return a complete event. start, end: seconds."""
@@ -99,18 +99,18 @@ def microseconds(seconds: float) -> float:
 
 def launch_events(rank: int, one: RankTimeline, threads: Mapping[object, Thread]) -> Iterator[dict]:
     for op in one.ops:
-        yield slice_of(op.name, "op", rank, threads[""], op.start, op.end)
+        yield make_slice(op.name, "op", rank, threads[""], op.start, op.end)
     kinds = one.steps.kinds
-    facts = [facts_of(kind) for kind in kinds]
+    facts = [launch_facts(kind) for kind in kinds]
     for index, start in zip(one.steps.order, one.starts):
         kind = kinds[index]
         if kind.work.launches:
             end = start + one.seconds[index]
             thread = threads[kind.stream]
-            yield slice_of(kind.work.kernel, kind.phase, rank, thread, start, end, **facts[index])
+            yield make_slice(kind.work.kernel, kind.phase, rank, thread, start, end, **facts[index])
 
 
-def facts_of(kind: LaunchKind) -> dict[str, object]:
+def launch_facts(kind: LaunchKind) -> dict[str, object]:
     work = kind.work
     return {
         "place": kind.place,
@@ -128,7 +128,7 @@ def exchange_events(rank: int, one: RankTimeline, threads: Mapping[object, Threa
         facts = {"group": exchange.group, "bytes": exchange.nbytes, "dtype": str(exchange.dtype)}
         if exchange.peer is not None:
             facts["peer"] = exchange.peer
-        yield slice_of(exchange.verb, "exchange", rank, thread, span.start, span.end, **facts)
+        yield make_slice(exchange.verb, "exchange", rank, thread, span.start, span.end, **facts)
         if span.sender is not None:
             yield arrow(span, rank, thread)
 

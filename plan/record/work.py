@@ -211,20 +211,12 @@ KERNELS = {
     ),
     "fp8_gemm.scaled_kernel": KernelRow("products", "own fp8", of_sizes("m", "n", "k")),
     "fp8_grouped.scaled_grouped_kernel": KernelRow("products", "own fp8", of_rows("A", "inner", "outer")),
-    "newton_schulz.symmetric_kernel": KernelRow("optimizer", "own", of_sizes("m", "m", "n")),
     # attention
-    "attention_forward.forward_kernel": KernelRow(FORWARD, "own attention", of_attention(1, 1)),
-    "attention_forward.merge_kernel": KernelRow(FORWARD),
-    "attention_backward.delta_kernel": KernelRow(BACKWARD),
-    "attention_backward.starts_kernel": KernelRow(BACKWARD),
-    "attention_backward.backward_kernel": KernelRow(
-        BACKWARD, "own attention backward", of_attention(3, 2)
-    ),
-    "attention_backward.add_parts_kernel": KernelRow(BACKWARD),
-    "attention_backward.dq_kernel": KernelRow(
+    "attention_triton.forward_kernel": KernelRow(FORWARD, "own attention", of_attention(1, 1)),
+    "attention_triton.dq_kernel": KernelRow(
         BACKWARD, "own attention backward", of_attention(2, 1), needed=FIVE_OF_SEVEN
     ),
-    "attention_backward.dkv_kernel": KernelRow(
+    "attention_triton.dkv_kernel": KernelRow(
         BACKWARD, "own attention backward", of_attention(2, 2), needed=FIVE_OF_SEVEN
     ),
     # MoE
@@ -236,15 +228,8 @@ KERNELS = {
     "grouped_gemm.row_tiles_kernel": KernelRow("router"),
     # memory-bound
     "norm.forward_kernel": KernelRow("elementwise"),
-    "norm.unwritten_kernel": KernelRow("elementwise"),
     "norm.backward_kernel": KernelRow("elementwise"),
     "rope.rope_kernel": KernelRow("elementwise"),
-    "rope.merge_gradients_kernel": KernelRow("elementwise"),
-    "head_norm.head_norm_kernel": KernelRow("elementwise"),
-    "head_norm.head_norm_backward_kernel": KernelRow("elementwise"),
-    "latent_heads.rotate_heads_kernel": KernelRow("elementwise"),
-    "latent_heads.latent_keys_kernel": KernelRow("elementwise"),
-    "latent_heads.latent_keys_backward_kernel": KernelRow("elementwise"),
     "swiglu.swiglu_kernel": KernelRow("elementwise"),
     "swiglu.swiglu_backward_kernel": KernelRow("elementwise"),
     "swiglu.weighted_backward_kernel": KernelRow("elementwise"),
@@ -256,11 +241,18 @@ KERNELS = {
     "fp8.cast_kernel": KernelRow("quantization", needed=0.0),
     "fp8.largest_kernel": KernelRow("quantization", needed=0.0),
     "fp8.maxima_kernel": KernelRow("quantization", needed=0.0),
-    "fp8_formula.formula_cast_kernel": KernelRow("quantization"),  # needed: it is also the activation
-    "fp8_formula.formula_maxima_kernel": KernelRow("quantization", needed=0.0),
-    "fp8_rope.rope_cast_kernel": KernelRow("quantization"),  # needed: it also rotates the gradients back
-    "fp8_rope.rope_maxima_kernel": KernelRow("quantization", needed=0.0),
     "adam.adamw_kernel": KernelRow("optimizer"),
+    # kernels/unproven/
+    "unproven.head_norm.head_norm_kernel": KernelRow("elementwise"),
+    "unproven.head_norm.head_norm_backward_kernel": KernelRow("elementwise"),
+    "unproven.latent_heads.rotate_heads_kernel": KernelRow("elementwise"),
+    "unproven.latent_heads.latent_keys_kernel": KernelRow("elementwise"),
+    "unproven.latent_heads.latent_keys_backward_kernel": KernelRow("elementwise"),
+    "unproven.fp8_norm.deferred_kernel": KernelRow("elementwise"),
+    "unproven.fp8_formula.formula_cast_kernel": KernelRow("quantization"),  # needed: also the activation
+    "unproven.fp8_formula.formula_maxima_kernel": KernelRow("quantization", needed=0.0),
+    "unproven.fp8_rope.rope_cast_kernel": KernelRow("quantization"),  # needed: it also rotates gradients back
+    "unproven.fp8_rope.rope_maxima_kernel": KernelRow("quantization", needed=0.0),
 }
 
 
@@ -301,6 +293,7 @@ FILES = {
     "kernels/cross_entropy.py": "cross entropy",
     "kernels/embedding.py": "embedding",
     "kernels/fp8": "quantization",
+    "kernels/unproven/fp8": "quantization",
     "kernels/grad.py": "gradients",
     "kernels/grouped_gemm.py": "permute",
     "kernels/permute.py": "permute",

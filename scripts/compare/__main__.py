@@ -39,7 +39,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="a file ending in .html or .png")
-    parser.add_argument("--watch", type=int, metavar="SECONDS", help="write --out again every so often")
+    parser.add_argument("--watch", type=int, metavar="SECONDS", help="write --out again at this interval")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--watch: needs --out FILE, and at least one second")
     names = [folder.name for folder in args.runs]
     if len(set(names)) < len(names):
-        raise ConfigError(f"two runs are called {max(names, key=names.count)}; rename a folder")
+        raise ConfigError(f"two runs are named {max(names, key=names.count)}; rename a folder")
 
     runs = readable(args.runs)
     report(runs, args.json)
@@ -70,20 +70,20 @@ def readable(names: list[Path]) -> list[Run]:
 
     Raises ConfigError for a name that matches nothing, and if no run is left.
     """
-    found: list[Run] = []
+    results: list[Run] = []
     refusals: list[ConfigError] = []
     for path in names:
         try:
-            found.append(read_run(path))
+            results.append(read_run(path))
         except ConfigError as error:
             if not path.exists() or len(names) == 1:
                 raise
             refusals.append(error)
-    if not found:
+    if not results:
         raise refusals[0]
     for error in refusals:
         print(f"left out: {error}", file=sys.stderr)
-    return found
+    return results
 
 
 def report(runs: list[Run], as_json: bool) -> None:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from config import Config, ConfigError, Tree, as_number, provenance
 from config.plots import INK, new_figure, plain_text, set_open_frame
-from config.reading import Phase, Phases, flatten_tree, phases_of, resolve, span_of
+from config.reading import Phase, Phases, flatten_tree, get_phases, resolve, shuffle_span
 from config.terminal import table_lines
 from config.tree import plain_data, value_at
 from plan.count import flops_per_token, parameters
@@ -44,7 +44,7 @@ STYLES = {"-": "", "--": "7 4", ":": "2 3", "-.": "7 3 2 3"}  # {line style: SVG
 FIRST_TO_GO = (  # columns to omit in a narrow terminal
     "MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens", "bits/byte",
 )
-MOST_DRAWN = 1500  # maximum points per curve
+MAX_DRAWN = 1500  # maximum points per curve
 HIDDEN_SHARE = 0.1  # fraction of first steps that the loss axis need not show
 CHART = Path(__file__).with_name("chart.js")
 SILENT_MINUTES = 10.0  # without a new line, after which a run may have died
@@ -152,7 +152,7 @@ def read_run(folder: Path) -> Run:
         cfg = resolve(None, str(folder / "config.yaml"), [])
     except (OSError, ConfigError) as error:
         raise ConfigError(f"{folder}: no run that can be read ({error}); give folders that train.py has "
-                          "written, as runs/NAME") from error
+                          "written, such as runs/NAME") from error
     # read these before the steps: a run that ends in between then still counts as running and is reread
     summary, starts = read_summary(folder), known_starts(folder)
     steps, evaluations = read_metrics(folder)
@@ -196,21 +196,21 @@ def read_origins(folder: Path) -> dict[str, tuple[Any, str]]:
     if not records:
         return {}
     codes = {record["code"]["hash"]: code_text(folder, record["code"]) for record in records}
-    data = dict.fromkeys(item["identity"] for item in data_of(records) if "split" not in item)
+    data = dict.fromkeys(item["identity"] for item in get_datasets(records) if "split" not in item)
     return {
         CODE: (tuple(codes), ", ".join(codes.values())),
         DATA: (tuple(data), ", ".join(identity[:SHOWN_DIGITS] for identity in data)),
     }
 
 
-def data_of(records: list[Tree]) -> list[Tree]:
+def get_datasets(records: list[Tree]) -> list[Tree]:
     """Return the datasets that the launches of a run have read."""
     return [item for record in records for item in record.get("inputs", {}).get("data", [])]
 
 
 def read_validation_data(folder: Path) -> tuple[str, ...]:
     """Read Run.validation_data."""
-    data = data_of(provenance.read_records(folder))
+    data = get_datasets(provenance.read_records(folder))
     own = [item for item in data if "split" in item]
     return tuple(dict.fromkeys(item["identity"] for item in own or data))
 
@@ -239,7 +239,7 @@ def known_starts(folder: Path) -> list[StartRecord]:
 
 def flops_of_tokens(cfg: Config, tokens: Array) -> Array:
     """Return model FLOPs [n] of a run's first tokens [n], by phase, with attention over whole sequences."""
-    phases = phases_of(cfg).all
+    phases = get_phases(cfg).all
     ends = [*(phase.tokens_before for phase in phases[1:]), np.inf]
     found = np.zeros(len(tokens))
     for phase, end in zip(phases, ends):
@@ -282,19 +282,19 @@ def flat_settings(cfg: Config) -> dict[str, Any]:
 
 def validation_settings(cfg: Config, steps: list[int]) -> dict[str, tuple[Any, ...]]:
     """Return {key: its values in the phases of these steps, in order, without consecutive duplicates}."""
-    phases = phases_of(cfg)
+    phases = get_phases(cfg)
     numbers = sorted({phases.of_step(step).number for step in steps})
-    rows = [validation_settings_of(phases, phases.all[number - 1]) for number in numbers]
+    rows = [effective_validation_settings(phases, phases.all[number - 1]) for number in numbers]
     return {key: tuple(value for value, _ in groupby(row[key] for row in rows)) for key in rows[0]}
 
 
-def validation_settings_of(phases: Phases, phase: Phase) -> dict[str, Any]:
+def effective_validation_settings(phases: Phases, phase: Phase) -> dict[str, Any]:
     """Return {key: its effective value in a validation during the phase}."""
     found = {key: value_at(phase.cfg, key) for key in EVALUATION_KEYS}
     if phase.cfg.data.valid is not None:  # replaces a split of data.path
         found["data.path"] = found["data.split"] = None
     if phase.cfg.data.pack == "stream":
-        found["data.span"] = span_of(phases, phase)
+        found["data.span"] = shuffle_span(phases, phase)
     for key in VALID_FIM_KEYS:
         found[key] = value_at(phase.cfg, key) if phase.cfg.data.fim_valid else None
     found[" x ".join(EVALUATION_SIZE)] = math.prod(value_at(phase.cfg, key) for key in EVALUATION_SIZE)
@@ -359,10 +359,10 @@ def is_same_mixture(key: str, validated: list[dict[str, tuple[Any, ...]]]) -> bo
     """
     if key not in ("data.path", "data.valid"):
         return False
-    return len({tuple(map(shares_of, values[key])) for values in validated}) == 1
+    return len({tuple(map(normalize_shares, values[key])) for values in validated}) == 1
 
 
-def shares_of(paths: str | None) -> tuple[Fraction, ...]:
+def normalize_shares(paths: str | None) -> tuple[Fraction, ...]:
     """Return the normalized weights of a blend: (1,) for a single path, () for none."""
     if not paths:
         return ()
@@ -401,7 +401,7 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
             **({f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops))} if has_flops else {}),
             "tokens/s": median_text(run.tokens_per_s, short_number),
             "MFU": median_text(run.mfu, "{:.1%}".format),
-            "state": state_of(run),
+            "state": get_state(run),
         })
     return rows
 
@@ -428,7 +428,7 @@ def numbers(runs: list[Run]) -> list[dict[str, Any]]:
             "mfu": median(run.mfu),
         }
         finite = {key: float(value) if np.isfinite(value) else None for key, value in row.items()}
-        rows.append({"run": run.name, **finite, "state": state_of(run)})
+        rows.append({"run": run.name, **finite, "state": get_state(run)})
     return rows
 
 
@@ -443,7 +443,7 @@ def bits_text(run: Run) -> str:
     return loss_text(run.validation_bpb[-1]) if len(run.validation_bpb) else "none"
 
 
-def state_of(run: Run) -> str:
+def get_state(run: Run) -> str:
     if run.finished is not None:
         return "finished" if run.finished else "stopped"
     if run.silent_minutes < SILENT_MINUTES:
@@ -462,9 +462,9 @@ def median(values: Array) -> float:
     return float(np.median(known)) if len(known) else np.nan
 
 
-def median_text(values: Array, text_of: Callable[[float], str]) -> str:
+def median_text(values: Array, get_text: Callable[[float], str]) -> str:
     middle = median(values)
-    return "n/a" if np.isnan(middle) else text_of(middle)
+    return "n/a" if np.isnan(middle) else get_text(middle)
 
 
 def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str]:
@@ -479,7 +479,7 @@ def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str
 # ---- as a picture ------------------------------------------------------------------------------------------
 
 
-def axes_of(runs: list[Run]) -> dict[str, Callable[[Run], Array]]:
+def get_x_axes(runs: list[Run]) -> dict[str, Callable[[Run], Array]]:
     """Return {x axis: function that returns its values [steps] for a run}."""
     axes: dict[str, Callable[[Run], Array]] = {"tokens": lambda run: run.tokens}
     if is_flops_another_axis(runs):
@@ -493,14 +493,14 @@ def looks() -> Iterator[tuple[str, str]]:
 
 
 def drawn_steps(run: Run) -> Array:
-    """Return the indices of at most MOST_DRAWN steps."""
-    return np.unique(np.linspace(0, len(run.loss) - 1, MOST_DRAWN).astype(int))
+    """Return the indices of at most MAX_DRAWN steps."""
+    return np.unique(np.linspace(0, len(run.loss) - 1, MAX_DRAWN).astype(int))
 
 
 def draw_runs(runs: list[Run]) -> bytes:
     """Plot losses over tokens, and also over FLOPs if that differs. Returns a PNG."""
     drawing = new_figure(11, 4.6)
-    panels = axes_of(runs)
+    panels = get_x_axes(runs)
     all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for run, (style, colour) in zip(runs, looks()):
         losses = run.smooth_loss
@@ -533,7 +533,7 @@ def draw_runs(runs: list[Run]) -> bytes:
 
 def curves(runs: list[Run]) -> dict[str, Any]:
     """Return the data for chart.js, with null for non-finite losses."""
-    axes = axes_of(runs)
+    axes = get_x_axes(runs)
     drawn: list[dict[str, Any]] = []
     for run, (style, colour) in zip(runs, looks()):
         shown = drawn_steps(run)

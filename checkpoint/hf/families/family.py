@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from checkpoint.hf.rules import NotedKeys, Rule, UnlikeFamily, read_parts, spell_out, write_rules
+from checkpoint.hf.rules import FamilyError, Rule, TrackedKeys, read_parts, spell_out, write_rules
 from config import ConfigError, ModelConfig, Tree, layer_model, modules_ahead
 from config.reading.flat import FLAT_NAMES, LIMITS, flat_model
 from config.reading.kinds import stated_leaves
@@ -120,21 +120,21 @@ class Family:
     within: str = ""  # likewise, a multimodal one, if it has this one only as a text part
 
     def read(self, hf_config: Tree) -> Tree:
-        """Return {field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
-        keys = NotedKeys({**self.defaults, **self.with_first_names(hf_config)})
+        """Return {field of ModelConfig: value}, for config.build_tree. Raises FamilyError."""
+        keys = TrackedKeys({**self.defaults, **self.with_first_names(hf_config)})
         values = read_parts(self.rules, keys)
         for key, value in hf_config.items():
             if value is not None and key not in keys.asked | set(self.aliases) and not changes_nothing(key):
-                raise UnlikeFamily(
-                    f"{key} = {value!r}: nothing here reads this key of a {self.model_type}, so the model "
-                    "may be another one; take the key out of config.json if it changes nothing"
+                raise FamilyError(
+                    f"{key} = {value!r}: this key is unknown for a {self.model_type}, so the model "
+                    "may be a different one; remove the key from config.json if it changes nothing"
                 )
         return values
 
     def with_first_names(self, hf_config: Tree) -> Tree:
         """Return the keys of hf_config, resolving second names (aliases).
 
-        Raises UnlikeFamily if a key has two values.
+        Raises FamilyError if a key has two values.
         """
         keys = dict(hf_config)
         for alias, key in self.aliases.items():
@@ -142,7 +142,9 @@ class Family:
                 continue
             value = hf_config[alias]
             if keys.setdefault(key, value) != value:
-                raise UnlikeFamily(f"{key} = {keys[key]!r} and {alias} = {value!r} are one key, and differ")
+                raise FamilyError(
+                    f"{key} = {keys[key]!r} and {alias} = {value!r} are the same key, and differ"
+                )
         return keys
 
     def write(self, model: ModelConfig) -> Tree:
@@ -220,7 +222,7 @@ class Family:
             return PLAIN_ARRANGEMENT
         return arrangement_of(layer_model(model, int(numbers_in(key).get("layer", 0))))
 
-    def constants_of(self, model: ModelConfig) -> dict[str, float]:
+    def get_constants(self, model: ModelConfig) -> dict[str, float]:
         """Return {their name: value} of numbers in the folder that are the same in every model."""
         layers = range(model.layers)
         return {name.format(layer=layer): value for name, value in self.constants.items() for layer in layers}

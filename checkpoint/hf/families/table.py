@@ -101,7 +101,7 @@ FAMILIES = {family.model_type: family for family in (
     moonshot.KIMI_K2,
 )}
 
-LACKING = {  # model_type of unsupported models: the part that they need
+UNSUPPORTED = {  # model_type of unsupported models: the part that they need
     **dict.fromkeys(("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), "embeddings for each layer"),
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa", "mistral_large4", "mistral_large4_text"),
@@ -135,10 +135,10 @@ def text_names(names: Collection[str]) -> dict[str, str]:
     unchanged."""
     if not any(name.startswith(start) for name in names for start, _ in TEXT_PARTS):
         return {name: name for name in names}
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name in names:
         if name.startswith(BESIDE_TEXT):
             continue
         start, short = next((pair for pair in TEXT_PARTS if name.startswith(pair[0])), ("", ""))
-        found[short + name.removeprefix(start)] = name
-    return found
+        result[short + name.removeprefix(start)] = name
+    return result

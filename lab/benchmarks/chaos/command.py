@@ -62,7 +62,7 @@ def main(args: argparse.Namespace) -> int:
     if not draws:
         raise ConfigError("--rounds, --only, --part, --layouts, --faults: no round is left")
     if args.list:
-        print(*(title_of(draw) for draw in draws), sep="\n")
+        print(*(get_title(draw) for draw in draws), sep="\n")
         return 0
     if not sys.platform.startswith("linux"):
         raise ConfigError("chaos: finds processes in /proc, which only Linux has")
@@ -100,7 +100,7 @@ def chosen_layouts(names: str) -> list[RunLayout]:
     wanted = names.split(",") if names else list(BY_NAME)
     for name in wanted:
         if name not in BY_NAME:
-            raise ConfigError(f"--layouts: {name!r} is none of {', '.join(BY_NAME)}")
+            raise ConfigError(f"--layouts: {name!r} is not one of {', '.join(BY_NAME)}")
     return [layout for layout in LAYOUTS if layout.name in wanted]
 
 
@@ -117,7 +117,7 @@ def chosen_faults(words: str) -> list[str]:
 # ---- output ------------------------------------------------------------------------------------------------
 
 
-def title_of(draw: Draw) -> str:
+def get_title(draw: Draw) -> str:
     before = ", after a kill" if draw.disturbed_before else ""
     return f"round {draw.number}: {draw.fault}{before}, {draw.layout.name}"
 
@@ -125,7 +125,7 @@ def title_of(draw: Draw) -> str:
 def show(report: Report, args: argparse.Namespace) -> None:
     """Print one line for a round that passed, and everything for one that failed."""
     codes = " ".join(map(str, report.codes))
-    print(f"{'FAILED' if report.problems else 'ok':<7}{title_of(report.draw)}: codes {codes}", flush=True)
+    print(f"{'FAILED' if report.problems else 'ok':<7}{get_title(report.draw)}: codes {codes}", flush=True)
     if not report.problems:
         return
     starts = [f"start: {line}" for line in report.starts]

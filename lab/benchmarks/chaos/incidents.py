@@ -22,7 +22,7 @@ from lab.benchmarks.chaos.layouts import (
 KILLED = 128 + 9  # how a shell reports a process killed by SIGKILL
 LAST_CHANCE = STEPS - 1  # the last step that has a successor
 STEP_POINTS = (
-    "step.begin", "step.load", "step.read", "step.compute", "step.backward", "step.end", "step.logged",
+    "step.begin", "step.load", "step.read", "step.compute", "step.backward", "step.end",
 )
 RANK_SAVE_POINTS = ("ckpt.pre_write", "ckpt.mid_shard", "ckpt.post_shard")  # reached by each rank
 SAVE_POINTS = (  # reached by rank 0 only
@@ -372,7 +372,7 @@ def other_layout(s: Situation) -> Incidents:
     moved = moved_to(s.layout, other)
     return [
         left_in_the_middle(s, s.step(first=6, last=STEPS)),
-        Incident(f"goes on as {other.name}", (0,), layout=moved),
+        Incident(f"resumes as {other.name}", (0,), layout=moved),
     ]
 
 

@@ -34,7 +34,7 @@ def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
     if not path.exists():
         return []
     by_number = {draw.number: draw for draw in draws}
-    found: list[Report] = []
+    results: list[Report] = []
     for number, line in enumerate(path.read_text().split("\n"), start=1):
         try:
             row = json.loads(line)
@@ -51,8 +51,8 @@ def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
                 f"--resume: line {number} of {path} is of another draw; give the same --seed, --rounds, "
                 "--layouts and --faults as before, or another file"
             )
-        found.append(report)
-    return found
+        results.append(report)
+    return results
 
 
 def append_report(path: Path, report: Report, seed: int) -> None:

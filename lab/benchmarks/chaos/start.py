@@ -46,7 +46,7 @@ def hang_timeout_s() -> float:
     return 5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
-def command_of(layout: RunLayout, arguments: list[str]) -> list[str]:
+def build_command(layout: RunLayout, arguments: list[str]) -> list[str]:
     """Return the command with which a user launches a run."""
     if layout.world == 1:
         return [sys.executable, "train.py", *arguments]
@@ -57,7 +57,7 @@ def command_of(layout: RunLayout, arguments: list[str]) -> list[str]:
 
 def processes_with(mark: str) -> dict[int, int | None]:
     """Return {process: its rank, or None} of the processes with the marker in their environment."""
-    found: dict[int, int | None] = {}
+    result: dict[int, int | None] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
@@ -65,11 +65,11 @@ def processes_with(mark: str) -> dict[int, int | None]:
             words = (folder / "environ").read_bytes().split(b"\0")
             if f"{MARK}={mark}".encode() in words:
                 ranks = [int(word[5:]) for word in words if word.startswith(b"RANK=")]
-                found[int(folder.name)] = ranks[0] if ranks else None
-    return found
+                result[int(folder.name)] = ranks[0] if ranks else None
+    return result
 
 
-def state_of(pid: int) -> str:
+def get_state(pid: int) -> str:
     """Return R, S, T (stopped), Z (zombie), or "" if there is no such process."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -97,7 +97,7 @@ class RunningStart:
         environment = {**os.environ, MARK: self.mark, "FAULT": incident.fault, "OMP_NUM_THREADS": "1"}
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                command_of(layout, [*arguments, *timeout, *incident.more]),
+                build_command(layout, [*arguments, *timeout, *incident.more]),
                 cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )
         self.started = time.monotonic()
@@ -143,11 +143,11 @@ class RunningStart:
             self.woken_at = now + WAKE_AFTER_S
             if incident.send is not None:
                 name, target = incident.send
-                send(getattr(signal, name), self.pids_of(target))
+                send(getattr(signal, name), self.find_pids(target))
             if incident.stop_file is not None:
                 (self.folder / "STOP").write_text(incident.stop_file)
         if incident.wakes and now >= self.woken_at:
-            stopped = [pid for pid in processes_with(self.mark) if state_of(pid) == "T"]
+            stopped = [pid for pid in processes_with(self.mark) if get_state(pid) == "T"]
             send(signal.SIGCONT, stopped)
             self.woken_at = now + WAKE_AFTER_S
 
@@ -156,7 +156,7 @@ class RunningStart:
             return now - self.started >= self.incident.at_s
         return bool(self.incident.fault) and self.fired() > 0
 
-    def pids_of(self, target: int | str) -> list[int]:
+    def find_pids(self, target: int | str) -> list[int]:
         """Return a rank's process, all ranks' or the launcher's. Without a launcher these are the same."""
         if target == "launcher":
             return [self.process.pid]

@@ -63,7 +63,7 @@ def check(
     worst: Worst = {}
     prover = Prover(name, world, overrides=overrides)
     try:
-        rows = rows_of(cells, world)
+        rows = make_rows(cells, world)
         for row_title, prove in rows:
             title = overrides.title(row_title) if as_json else row_title
             try:
@@ -84,7 +84,7 @@ def check(
     return 1 if num_failed else 0
 
 
-def rows_of(cells: list[Cell], world: int) -> list[tuple[str, Callable[[Prover], Verdict]]]:
+def make_rows(cells: list[Cell], world: int) -> list[tuple[str, Callable[[Prover], Verdict]]]:
     """Return [(title, function that proves it with a Prover)] for all rows of the command."""
     def prove_sums(prover: Prover, dtype: str, zero: int) -> Verdict:
         return prover.prove_sums(dtype, zero)

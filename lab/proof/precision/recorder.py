@@ -1,6 +1,7 @@
 """Records a run of train.train on one rank: weights, masters, moments and gradients of every step."""
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lab.proof.verify.loop import run_loop
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import Slot
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.wire import comm, compress
 from parallel.wire.world import World
 from runtime.run import TrainingRun
@@ -107,26 +108,44 @@ class RunRecorder:
     def run_built(self, step: int, run: TrainingRun) -> None:
         self.run = run
         self.steps.append({"step": step, **self.scaler_state()})
-        for i, bucket in enumerate(run.buckets):
-            bucket.weights.wait_unshard = self.recording(i, bucket, bucket.weights.wait_unshard)
+        self.watch_reads(run)
         self.record_state(step)
 
-    def recording(self, i: int, bucket: Bucket, wait_unshard: Callable[[], None]) -> Callable[[], None]:
+    def watch_reads(self, run: TrainingRun) -> None:
+        """Record the weights of each bucket whenever they are about to be read: once ZeRO has gathered them;
+        without ZeRO, before the forward of the parts that use them."""
+        get_index: dict[int, int] = {}  # {id(parameter): its bucket}
+        for i, bucket in enumerate(run.buckets):
+            get_index.update({id(slot.param): i for slot in bucket.slots if bucket.zero == 0})
+            if bucket.zero > 0:
+                bucket.weights.wait_unshard = self.recording(i, bucket.weights.wait_unshard)
+        for stage in run.stages.values():
+            for part in stage.parts():
+                found = {get_index[id(param)] for param in part.parameters() if id(param) in get_index}
+                part.register_forward_pre_hook(partial(self.record_reads, found))
+
+    def recording(self, i: int, wait_unshard: Callable[[], None]) -> Callable[[], None]:
         """Wrap the wait_unshard of bucket i to record the weights that are about to be read."""
 
         def wait_and_record() -> None:
             wait_unshard()
+            self.record_reads({i})
+
+        return wait_and_record
+
+    def record_reads(self, indices: set[int], *_: object) -> None:
+        """Record the full weights of these buckets, or compare them with those of the reads before."""
+        after = f"after step {self.steps[-1]['step']}"
+        for i in indices:
+            bucket = self.run.buckets[i]
             weights = bucket.weights.full
-            assert weights is not None  # gathered by wait_unshard
-            after = f"after step {self.steps[-1]['step']}"
+            assert weights is not None
             first = self.weights_read[-1].setdefault(i, weights.clone())
             if not same_bits(first, weights):
                 self.wrong.append(f"{after}: bucket {i} was read twice and differed")
             for slot in bucket.slots:
                 if slot.param.data_ptr() != slot.view_in(weights).data_ptr():
                     self.wrong.append(f"{after}: {slot.param.spec.boxes[0].key} is no view of its bucket")
-
-        return wait_and_record
 
     def grads_ready(self, step: int) -> str | None:
         for i, bucket in enumerate(self.run.buckets):
@@ -242,7 +261,7 @@ def owned_parts(bucket: Bucket) -> list[FlatPart]:
     """Locate the elements of the owned range in the global tensors."""
     first = int(bucket.weights.master.storage_offset())
     parts: list[FlatPart] = []
-    for box, part in boxes_of(bucket, bucket.weights.master):
+    for box, part in get_boxes(bucket, bucket.weights.master):
         offset = int(part.storage_offset()) - first
         parts.append((box.key, box.shape, box.start, box.size, offset))
     return parts

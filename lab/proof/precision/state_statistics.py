@@ -36,19 +36,19 @@ def state_errors(stream: torch.Generator) -> list[BoundedError]:
     for where, gates in (("gated delta rule", heads), ("Kimi delta attention", (*heads, DIM))):
         q, k, v = normal(*shared), F.normalize(normal(*shared), dim=-1), normal(*heads, DIM)
         g, beta = -0.02 * normal(*gates).exp(), normal(*heads).sigmoid()
-        errors += errors_of(where, delta_rule, exact_delta_rule, (*bf16(q, k, v), g, beta), stream)
+        errors += measure_errors(where, delta_rule, exact_delta_rule, (*bf16(q, k, v), g, beta), stream)
 
     x, B, C = normal(*heads, DIM), normal(*shared), normal(*shared)
     dt, A, D = F.softplus(normal(*heads)), -0.02 * normal(HEADS).exp(), normal(HEADS)
     x, B, C = bf16(x, B, C)
-    errors += errors_of("state space", state_space, exact_state_space, (x, dt, A, B, C, D), stream)
+    errors += measure_errors("state space", state_space, exact_state_space, (x, dt, A, B, C, D), stream)
 
     inputs = bf16(normal(1, TOKENS, DIM), normal(DIM, 4), normal(DIM))
-    errors += errors_of("short convolution", convolution, exact_convolution, inputs, stream)
-    errors += errors_of("convolution, SiLU", convolution_silu, exact_convolution_silu, inputs, stream)
-    errors += errors_of("unit length", lambda x: (unit(x),), exact_unit, bf16(normal(*shared)), stream)
+    errors += measure_errors("short convolution", convolution, exact_convolution, inputs, stream)
+    errors += measure_errors("convolution, SiLU", convolution_silu, exact_convolution_silu, inputs, stream)
+    errors += measure_errors("unit length", lambda x: (unit(x),), exact_unit, bf16(normal(*shared)), stream)
     inputs = bf16(normal(*heads), normal(*heads), normal(HEADS))
-    errors += errors_of("gated norm", gated_norm, exact_gated_norm, inputs, stream)
+    errors += measure_errors("gated norm", gated_norm, exact_gated_norm, inputs, stream)
     return errors
 
 
@@ -56,7 +56,7 @@ def bf16(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.bfloat16() for tensor in tensors)
 
 
-def errors_of(
+def measure_errors(
     where: str, kernel: Formula, formula: Formula, inputs: Sequence[Tensor], stream: torch.Generator
 ) -> list[BoundedError]:
     """Compare a kernel's results and input gradients with those of a formula in fp64."""

@@ -63,7 +63,7 @@ __all__ = ["chosen", "main", "part_of", "prove", "tiny_config", "words"]
 
 # Cells whose single-process runs are made together, spread over the ranks: one by one they would use one
 # core.
-REFERENCES_AT_ONCE = 16
+MAX_CONCURRENT_REFERENCES = 16
 
 
 def main(argv: list[str]) -> int:
@@ -151,7 +151,7 @@ def parse_options(argv: list[str]) -> Namespace:
     for option, value in without_effect.items():
         if options.precision and value:
             raise ConfigError(
-                f"{option}: is of layouts in fp64, and --precision has cells of its own; leave it out"
+                f"{option}: is of layouts in fp64, and --precision has its own cells; leave it out"
             )
     if options.precision and options.world not in (1, 2, 4):
         raise ConfigError(
@@ -188,11 +188,11 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     begun = time.perf_counter()
     folder = tempfile.TemporaryDirectory(prefix="bevatron-verify-")
     home = Path(folder.name)
-    pool = pool_of(world, cfg, overrides)
+    pool = launch_pool(world, cfg, overrides)
     for i, values in enumerate(cells):
         try:
-            if i % REFERENCES_AT_ONCE == 0:
-                group = cells[i:i + REFERENCES_AT_ONCE]
+            if i % MAX_CONCURRENT_REFERENCES == 0:
+                group = cells[i:i + MAX_CONCURRENT_REFERENCES]
                 make_references(pool, [found.config(each) for each in group], home)
             first, worst = prove(pool, found.config(values), home, options.strict)
         except ConfigError:
@@ -200,7 +200,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
         except Exception as error:  # only this cell failed; new ranks prove the others
             traceback.print_exception(error)
             pool.close()
-            pool = pool_of(world, cfg, overrides)
+            pool = launch_pool(world, cfg, overrides)
             first = worst = Deviation(error=math.inf, step=0, what=f"died: {last_line(error)}")
         name = words(values, world)
         proofs.append((set(name), not first.is_wrong))
@@ -220,7 +220,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     return 0 if proven == len(proofs) else 1
 
 
-def pool_of(world: int, cfg: Config, overrides: Overrides) -> WorkerPool:
+def launch_pool(world: int, cfg: Config, overrides: Overrides) -> WorkerPool:
     """Launch the ranks of a proof. `cfg` includes the overrides.
 
     An override of parallel.timeout_s also applies to these ranks: on a busy machine a cell takes longer than

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree
 from config.axes import AXES
-from config.reading import build_tree, defaults, dotted_overrides, merge, phases_of, unused
+from config.reading import build_tree, defaults, dotted_overrides, get_phases, merge, unused
 from config.reading.phases import phases_text
 from config.tree import plain_data, value_at
 
@@ -51,7 +51,7 @@ CELL_WORDS = {
     "checkpoint.async_save": "async or no-async",
 }
 
-RUN_FOLDER = "the proof makes a run folder of its own, and reads it"
+RUN_FOLDER = "the proof writes and reads its own run folder"
 
 # {key or section: why the proof has to set it itself}
 NEEDED = {
@@ -66,13 +66,13 @@ NEEDED = {
     "train.device": "the proof runs on the CPU",
     "train.cuda_graphs": "the proof runs on the CPU",
     "train.threads": "the proof runs each rank in one thread",
-    "train.max_minutes": "the proof stops and resumes at steps of its own",
+    "train.max_minutes": "the proof stops and resumes at fixed steps",
     **dict.fromkeys(("data.path", "data.tokenizer", "data.eod", "data.dtype", "data.cache"),
-                    "the proof writes data of its own"),
-    "eval.every": "the proof evaluates after steps of its own",
+                    "the proof writes its own data"),
+    "eval.every": "the proof evaluates after fixed steps",
     **dict.fromkeys(("checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.init_from",
                      "checkpoint.init_changes", "checkpoint.branch"),
-                    "the proof saves and resumes after steps of its own"),
+                    "the proof saves and resumes after fixed steps"),
     "log": RUN_FOLDER,
     "profile": RUN_FOLDER,
 }
@@ -155,7 +155,7 @@ def check_free(overrides: Overrides) -> None:
 
 def check_phases(cfg: Config, steps: int) -> None:
     """Raise ConfigError if a phase of train.phases starts after the `steps` steps of a proof."""
-    for phase in phases_of(cfg).all:
+    for phase in get_phases(cfg).all:
         if phase.steps_before >= steps:
             raise ConfigError(
                 f"train.phases: the proof makes {steps} steps, and phase {phase.number} begins after "

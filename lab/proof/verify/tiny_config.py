@@ -130,7 +130,7 @@ def without_start(cfg: Config) -> Config:
     return replace(cfg, checkpoint=replace(cfg.checkpoint, **start))
 
 
-def trunk_of(cfg: Config) -> Config:
+def get_trunk(cfg: Config) -> Config:
     """Return the run whose checkpoint after TRUNK_STEPS a job starts from (`has_trunk`). If only weights
     are loaded, it may be of another model (lattice.BUNDLES names the key).
     """

@@ -27,7 +27,7 @@ import config
 from checkpoint.disk import store
 from config import Config, ConfigError, TrainConfig
 from config.exit_codes import STOPPED_EARLY
-from config.reading import phases_of
+from config.reading import get_phases
 from config.reading.tiny import SAVED
 from data.loader import BatchLoader
 from kernels import cross_entropy, partial_attention
@@ -36,15 +36,15 @@ from lab.proof.verify.loop import run_loop
 from lab.proof.verify.tiny_config import (
     LAST,
     SKIPPED,
+    get_trunk,
     has_trunk,
     placed,
-    trunk_of,
     write_corpora,
 )
 from parallel.microbatch import Microbatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import get_boxes
 from parallel.wire.pool import WorkerPool
 from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
@@ -157,7 +157,7 @@ class TrialObserver:
         """Check that a floating-point tensor, or this rank's box of it, is within BOUND of the reference."""
         value = value.detach()
         self.names.add(what)
-        part = ... if box is None else slices_of(box)
+        part = ... if box is None else get_slices(box)
 
         if self.reference is None:
             shape = value.shape if box is None else box.shape
@@ -227,7 +227,7 @@ class TrialObserver:
 
     def grads_ready(self, step: int) -> str | None:
         for bucket in self.run.buckets:
-            for box, part in boxes_of(bucket, bucket.grads.local):
+            for box, part in get_boxes(bucket, bucket.grads.local):
                 self.compare_close(f"{self.named(step)} gradient of {box.key}", part, step, box)
         optim = self.run.cfg.optim
         is_again = optim.spike_rewind is not None and self.begun_steps.count(step) > 1
@@ -329,7 +329,7 @@ def has_one_scale_for_rows(cfg: Config) -> bool:
     return cfg.train.fp8 == "tensorwise"
 
 
-def slices_of(box: Box) -> tuple[slice, ...]:
+def get_slices(box: Box) -> tuple[slice, ...]:
     """Return the slices of the whole tensor that the box covers."""
     return tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
 
@@ -338,7 +338,7 @@ def check_initial_weights(run: TrainingRun) -> None:
     """Raise ConfigError if two matrices start identical, since a proof could not detect a swap of the two."""
     seen: dict[tuple, str] = {}  # {(shape, sum): key}
     for bucket in run.buckets:
-        for box, part in boxes_of(bucket, bucket.weights.master):
+        for box, part in get_boxes(bucket, bucket.weights.master):
             if part.dim() <= 1:
                 continue
             twin = seen.setdefault((part.shape, float(part.double().sum())), box.key)
@@ -514,7 +514,7 @@ def run_references(world: World, jobs: list[tuple[Config, str, Path]], home: Pat
     """Run this rank's share of the jobs, and save the values of each in the job's file."""
     for cfg, name, reference in jobs[world.rank::world.size]:
         if has_trunk(cfg):
-            run_trunk(placed(trunk_of(cfg), home, f"{name}-trunk"), home)
+            run_trunk(placed(get_trunk(cfg), home, f"{name}-trunk"), home)
         save_file(reference_values(begun(cfg, home, name), home), reference)
 
 
@@ -572,7 +572,7 @@ def phases_without_layout(cfg: Config) -> str | None:
     if cfg.train.phases is None:
         return None
     rows: list[dict[str, Any]] = []
-    for row, phase in zip(json.loads(cfg.train.phases), phases_of(cfg).all[1:]):
+    for row, phase in zip(json.loads(cfg.train.phases), get_phases(cfg).all[1:]):
         kept = {key: value for key, value in row.items() if not key.startswith("parallel.")}
         rows.append({**kept, "train.micro_batch": largest_micro_batch(phase.cfg.train)})
     return json.dumps(rows)
