@@ -267,7 +267,7 @@ REFUSED = [  # script, words, ranks, what is said
     ("generate", "--parallel.pp 4", 4, "parallel.pp: 4 stages, and model.layers is 2; lower it, or raise"),
     ("evaluate", "--parallel.tp 2", 3, "parallel.tp*pp = 2*1 = 2 on 3 ranks: each rank holds a"),
     ("evaluate", "", 3, "parallel.tp: no degree divides a node's ranks and the model so that the rest of 3 "),
-    ("generate", "--parallel.cp 2", 2, "unrecognized arguments: --parallel.cp 2; see python -m scripts.generate"),
+    ("generate", "--parallel.cp 2", 2, "unrecognized arguments: --parallel.cp 2; see python -m scripts"),
     ("evaluate", "--parallel.pp 0", 2, "--parallel.pp: 0 must be above 0"),
     ("generate", "--parallel.tp 2", 1, "parallel.tp*pp = 2*1 = 2 on 1 rank: each rank holds a"),
 ]
