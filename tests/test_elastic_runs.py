@@ -122,7 +122,7 @@ def test_a_killed_rank_halves_the_data_parallel_axis(tmp_path, words, truth):
     ends = [line for line in errors if re.match(r"launch: \d ranks ended", line)]
     assert "4 ranks ended with code 1 after" in ends[0] and "rank 3 was ended by SIGKILL" in ends[0]
     assert "2 ranks ended with code 0 after" in ends[1] and len(ends) == 2
-    assert "saved on 4 ranks (dp2 tp2), goes on with 2 ranks (tp2)" in " ".join(out.split())
+    assert "saved on 4 ranks (dp2 tp2), continues on 2 ranks (tp2)" in " ".join(out.split())
     assert_same(tmp_path, truth)
     assert run_folder.exit_reason(tmp_path / "run")["code"] == 0
 
