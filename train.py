@@ -86,8 +86,7 @@ def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> S
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
     if run.routers.layers:
         run.routers.update_after_step(is_good, run.scaler.scale)
-    if run.scaler.dynamic:
-        run.scaler.adapt(is_finite, has_targets)
+    run.scaler.adapt(is_finite, has_targets)
     return StepResult(gradients.loss, gradients.norm, is_good, gradients.targets)
 
 

@@ -13,9 +13,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from parallel.pipeline.schedule import (
+    COMPUTE_KINDS,
     Op,
     Order,
     Schedule,
+    StagePlacement,
     dependencies,
     goes_down,
     matching_transfer,
@@ -124,79 +126,6 @@ def simulate(order: Order, n_stages: int, times: OpTimes, hop: float = 0,
     return Timeline(spans)
 
 
-def simulate_on_lanes(
-    schedule: Schedule, times: OpTimes, hop: float = 0, overlap: float | None = None
-) -> Timeline:
-    """Return the timeline with transfers on two lanes, down and up (schedule.goes_down), as a GPU runs them.
-
-    A transfer starts once it is the first of its lane on both ranks, the sender has computed what it sends,
-    and the receiver has computed what was queued before it posted the receive. Arguments as in `simulate`.
-    Raises ValueError for lists that deadlock.
-    """
-    posts = posts_of_ops(schedule)
-    steps = [deque(steps) for steps in single_or_paired_steps(schedule.order, overlap is not None)]
-    lanes: defaultdict[tuple[int, bool], deque[tuple[Op, float]]] = defaultdict(deque)  # (transfer, ready)
-    lane_is_free_at: defaultdict[tuple[int, bool], float] = defaultdict(float)
-    arrival: dict[Op, float] = {}  # {transfer, both its ends: when it has ended}
-    rank_is_free_at: list[float] = [0] * len(steps)
-    spans: list[list[Span]] = [[] for _ in steps]
-    posted: set[tuple[Op, ...]] = set()
-
-    def post(rank: int, transfers: list[Op]) -> None:
-        for transfer in transfers:
-            lanes[rank, goes_down(transfer, schedule.rank_of_stage)].append((transfer, rank_is_free_at[rank]))
-
-    def run_steps(rank: int) -> bool:
-        """Run the rank's steps until one waits; return whether any ran."""
-        has_run = False
-        while steps[rank]:
-            step = steps[rank][0]
-            if step not in posted:
-                post(rank, [receive for op in step for receive in posts[op].receives])
-                posted.add(step)
-            awaited = [transfer for op in step for transfer in posts[op].awaited]
-            if any(transfer not in arrival for transfer in awaited):
-                break
-            seconds = sum(op_time(op, times) for op in step)
-            if overlap is not None and len(step) > 1:
-                seconds *= overlap
-            start = max([rank_is_free_at[rank], *(arrival[transfer] for transfer in awaited)])
-            rank_is_free_at[rank] = start + seconds
-            for op in step:
-                spans[rank].append(Span(op, start, start + seconds))
-            post(rank, [send for op in step for send in posts[op].sends])
-            steps[rank].popleft()
-            has_run = True
-        return has_run
-
-    def run_transfers(rank: int, is_down: bool) -> bool:
-        """Run the sends at the head of a lane whose receives are posted; return whether any ran."""
-        has_run = False
-        queue = lanes[rank, is_down]
-        while queue and queue[0][0].kind[0] == "S":
-            send, computed = queue[0]
-            receive = matching_transfer(send)
-            receiver = schedule.rank_of_stage[receive.stage]
-            opposite = lanes[receiver, is_down]
-            if not opposite or opposite[0][0] != receive:
-                break
-            both = (rank, is_down), (receiver, is_down)
-            done = max(computed, opposite[0][1], *(lane_is_free_at[each] for each in both)) + hop
-            lane_is_free_at.update(dict.fromkeys(both, done))
-            arrival[send] = arrival[receive] = done
-            queue.popleft()
-            opposite.popleft()
-            has_run = True
-        return has_run
-
-    while any(steps):
-        has_run = [run_steps(rank) for rank in range(len(steps))]
-        has_run += [run_transfers(rank, is_down) for rank, is_down in list(lanes)]
-        if not any(has_run):
-            raise ValueError("deadlock: " + ", ".join(f"{queue[0]} waits" for queue in steps if queue))
-    return Timeline(spans)
-
-
 class Posts(NamedTuple):
     """What a rank posts and waits for around an op.
 
@@ -207,10 +136,10 @@ class Posts(NamedTuple):
     sends: list[Op]
 
 
-def posts_of_ops(schedule: Schedule) -> dict[Op, Posts]:
-    """Return {op: what its rank posts and waits for around it}, from the lists that the runtime executes."""
-    result: dict[Op, Posts] = {}
-    for ops in schedule.with_transfers:
+def read_posts(lowered: Order, rank_of_stage: StagePlacement) -> dict[Op, Posts]:
+    """Return {op: what its rank posts and waits for around it}."""
+    posts: dict[Op, Posts] = {}
+    for ops in lowered:
         receives: list[Op] = []
         awaited: list[Op] = []
         last: Op | None = None
@@ -221,12 +150,119 @@ def posts_of_ops(schedule: Schedule) -> dict[Op, Posts]:
                 awaited.append(op._replace(kind=f"S{op.kind[1]}"))
             elif op.kind in ("SF", "SB"):
                 assert last is not None  # a send follows its op
-                result[last].sends.append(op)
+                posts[last].sends.append(op)
             else:
-                own = transfers_of(op, schedule.rank_of_stage)[0]
-                result[op] = Posts(receives, [*awaited, *([own] if own else [])], [])
+                own, _ = transfers_of(op, rank_of_stage)
+                posts[op] = Posts(receives, [*awaited, *([own] if own else [])], [])
                 receives, awaited, last = [], [], op
-    return result
+    return posts
+
+
+class Lanes:
+    """The transfers of a pipeline: on each rank a lane for those down and one for those up (goes_down).
+
+    A transfer starts once it is the first of its lane on both ranks, the sender has computed what it sends,
+    and the receiver has computed what was queued before it posted the receive.
+    ended: {transfer, both its ends: the time}.
+    """
+
+    def __init__(self, rank_of_stage: StagePlacement, hop: float) -> None:
+        self.rank_of_stage = rank_of_stage
+        self.hop = hop
+        self.ended: dict[Op, float] = {}
+        self.queues: defaultdict[tuple[int, bool], deque[tuple[Op, float]]] = defaultdict(deque)
+        self.free_at: defaultdict[tuple[int, bool], float] = defaultdict(float)
+
+    def post(self, rank: int, transfers: Sequence[Op], time: float) -> None:
+        for transfer in transfers:
+            self.queues[rank, goes_down(transfer, self.rank_of_stage)].append((transfer, time))
+
+    def run(self) -> bool:
+        """Run the transfers that can start; return whether there were any."""
+        num_ended = len(self.ended)
+        for lane in list(self.queues):
+            while self.run_first(lane):
+                pass
+        return len(self.ended) > num_ended
+
+    def run_first(self, lane: tuple[int, bool]) -> bool:
+        """Run the first transfer of a rank's lane if it is a send whose receive is first, too."""
+        queue = self.queues[lane]
+        if not queue or queue[0][0].kind[0] != "S":
+            return False
+        send, computed = queue[0]
+        receive = matching_transfer(send)
+        other_lane = self.rank_of_stage[receive.stage], lane[1]
+        others = self.queues[other_lane]
+        if not others or others[0][0] != receive:
+            return False
+        end = max(computed, others[0][1], self.free_at[lane], self.free_at[other_lane]) + self.hop
+        self.free_at[lane] = self.free_at[other_lane] = self.ended[send] = self.ended[receive] = end
+        queue.popleft()
+        others.popleft()
+        return True
+
+
+def simulate_on_lanes(
+    lowered: Order, rank_of_stage: StagePlacement, times: OpTimes, hop: float = 0,
+    overlap: float | None = None,
+) -> Timeline:
+    """Return the timeline of ops with transfers (add_transfers), which run on lanes as a GPU runs them.
+
+    The other arguments are those of `simulate`. Raises ValueError if the lists block. If they do not, they do
+    not block with any times: nothing chooses.
+    """
+    posts = read_posts(lowered, rank_of_stage)
+    order = [[op for op in ops if op.kind in COMPUTE_KINDS] for ops in lowered]
+    waiting = [deque(steps) for steps in single_or_paired_steps(order, overlap is not None)]
+    lanes = Lanes(rank_of_stage, hop)
+    free_at: list[float] = [0] * len(order)
+    spans: list[list[Span]] = [[] for _ in order]
+    for rank, steps in enumerate(waiting):
+        post_receives(lanes, rank, steps, posts, time=0)
+
+    has_moved = True
+    while has_moved:
+        has_moved = lanes.run()
+        for rank, steps in enumerate(waiting):
+            while steps and not unfinished_transfers(steps[0], posts, lanes):
+                step = steps.popleft()
+                awaited = [lanes.ended[transfer] for op in step for transfer in posts[op].awaited]
+                start = max([free_at[rank], *awaited])
+                seconds = sum(op_time(op, times) for op in step)
+                if overlap is not None and len(step) > 1:
+                    seconds *= overlap
+                free_at[rank] = start + seconds
+                spans[rank] += [Span(op, start, start + seconds) for op in step]
+                lanes.post(rank, [send for op in step for send in posts[op].sends], free_at[rank])
+                post_receives(lanes, rank, steps, posts, time=free_at[rank])
+                has_moved = True
+
+    waits: list[str] = []
+    for rank, steps in enumerate(waiting):
+        if steps:
+            missing = unfinished_transfers(steps[0], posts, lanes)
+            waits.append(f"rank {rank} at {steps[0][0]} waits for {missing[0]}")
+    for (rank, _), queue in lanes.queues.items():
+        if queue:
+            waits.append(f"{queue[0][0]} is first in a lane of rank {rank}")
+    if waits:
+        raise ValueError("deadlock: " + ", ".join(waits))
+    return Timeline(spans)
+
+
+def post_receives(
+    lanes: Lanes, rank: int, steps: deque[tuple[Op, ...]], posts: Mapping[Op, Posts], *, time: float
+) -> None:
+    """Post the receives of the rank's next step."""
+    if steps:
+        lanes.post(rank, [receive for op in steps[0] for receive in posts[op].receives], time)
+
+
+def unfinished_transfers(step: tuple[Op, ...], posts: Mapping[Op, Posts], lanes: Lanes) -> list[Op]:
+    """Return the transfers that a step waits for."""
+    awaited = [transfer for op in step for transfer in posts[op].awaited]
+    return [transfer for transfer in awaited if transfer not in lanes.ended]
 
 
 def op_time(op: Op, times: OpTimes) -> float:

@@ -36,7 +36,6 @@ from parallel.pipeline.schedule import (
     Op,
     Order,
     Schedule,
-    check_lanes,
     check_schedule,
     make_schedule,
     max_in_flight,
@@ -134,7 +133,10 @@ def main(argv: list[str]) -> int:
     schedule, with_transfers = checked_schedule(args)
     cost = share(schedule, args.f, args.i, args.w)
     timeline = simulate(schedule.order, schedule.n_stages, cost, hop=args.hop, overlap=args.overlap)
-    facts = report(schedule, with_transfers, timeline, args)
+    on_lanes = simulate_on_lanes(
+        with_transfers, schedule.rank_of_stage, cost, hop=args.hop, overlap=args.overlap
+    )
+    facts = report(schedule, with_transfers, timeline, on_lanes, args)
     pictures = [(headline(facts), timeline)]
 
     # measure
@@ -183,7 +185,6 @@ def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
-    check_lanes(schedule.with_transfers, schedule.rank_of_stage)
     return schedule, schedule.with_transfers
 
 
@@ -333,7 +334,13 @@ def pictures_of_run(facts: dict, recipe: str, simulated: Timeline, measured: Tim
 
 # ---- the report ------------------------------------------------------------------------------------------
 
-def report(schedule: Schedule, with_transfers: Order, timeline: Timeline, args: argparse.Namespace) -> dict:
+def report(
+    schedule: Schedule,
+    with_transfers: Order,
+    timeline: Timeline,
+    on_lanes: Timeline,
+    args: argparse.Namespace,
+) -> dict:
     """Return the schedule in plain numbers.
 
     Times are in the units of --f, shares from 0 to 1, peaks in microbatches of a rank's whole share (one
@@ -358,8 +365,7 @@ def report(schedule: Schedule, with_transfers: Order, timeline: Timeline, args: 
         "w": float(args.w),
         "hop": float(args.hop),
         "makespan": float(timeline.makespan),
-        "lanes": float(simulate_on_lanes(schedule, share(schedule, args.f, args.i, args.w), args.hop,
-                                         args.overlap).makespan),
+        "lanes": float(on_lanes.makespan),
         "bubble": max(bubbles),
         "bubble_time": float(timeline.bubble),
         "idle": sum(idle) / args.pp,

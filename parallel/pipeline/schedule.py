@@ -414,7 +414,8 @@ def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
 
     Posted there, a receive is ready when its send is. Posted earlier, it would block its lane (goes_down) for
     the sends behind it. Any two ranks list the transfers of a lane in the same order, that in which the
-    sender computes them. check_lanes proves of a list that it cannot block, whatever its ops take.
+    sender computes them. plan/simulate.py runs the lanes: a list that ends there ends whatever its ops take,
+    since nothing chooses.
     Consecutive stages on one rank, at the bottom of a V, need no transfer. Raises ValueError for an
     order that cannot finish.
 
@@ -489,51 +490,6 @@ def receives_by_op(
         running = bisect_right(ends_of_rank[rank], time)  # the first op that ends later
         found[order[rank][running]].append(receive)
     return found
-
-
-def check_lanes(lowered: Order, rank_of_stage: StagePlacement) -> None:
-    """Raise ValueError if the lists can block: a proof for any times, since nothing chooses.
-
-    A rank posts its transfers in order and waits for a receive where an op reads it, and for a send at its
-    end op. A transfer runs once it is the first of its lane on both ranks.
-    """
-    waiting = [deque(ops) for ops in lowered]
-    lanes: defaultdict[tuple[int, bool], deque[Op]] = defaultdict(deque)  # by (rank, goes_down)
-    done: set[Op] = set()  # transfers
-
-    def is_missing(op: Op) -> Op | None:
-        """Return the transfer that an op waits for, or None."""
-        if op.kind in END_OF_SEND.values():
-            needed = op._replace(kind=f"S{op.kind[1]}")
-        else:
-            needed = transfers_of(op, rank_of_stage)[0]
-        return None if needed in done else needed
-
-    has_moved = True
-    while has_moved:
-        has_moved = False
-        for rank, ops in enumerate(waiting):
-            while ops and (ops[0].kind in MATCHING_TRANSFER or is_missing(ops[0]) is None):
-                op = ops.popleft()
-                if op.kind in MATCHING_TRANSFER:
-                    lanes[rank, goes_down(op, rank_of_stage)].append(op)
-                has_moved = True
-        for (_, is_down), queue in list(lanes.items()):
-            while queue:
-                other = matching_transfer(queue[0])
-                opposite = lanes[rank_of_stage[other.stage], is_down]
-                if not opposite or opposite[0] != other:
-                    break
-                done |= {queue.popleft(), opposite.popleft()}
-                has_moved = True
-
-    waits: list[str] = []
-    for rank, ops in enumerate(waiting):
-        if ops:
-            waits.append(f"rank {rank} at {ops[0]} waits for {is_missing(ops[0])}")
-    waits += [f"{queue[0]} is first in a lane of rank {rank}" for (rank, _), queue in lanes.items() if queue]
-    if waits:
-        raise ValueError("deadlock: " + ", ".join(waits))
 
 
 def evaluation_order(rank_of_stage: StagePlacement, microbatches: int) -> Order:

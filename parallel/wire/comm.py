@@ -315,12 +315,9 @@ class Group:
         if self.activity.wire is not None:
             self.activity.wire.exchange(self, verb, sent, received)
             return
-        is_recorded = self.activity.record is not None
-        if is_recorded:
-            self.record_sent(verb, sent)
+        self.record_sent(verb, sent)
         self.run_exchange(verb, partial(collective, group=self.handle), nbytes=larger.nbytes)
-        if is_recorded:
-            self.record_received(verb, received)
+        self.record_received(verb, received)
 
     def record_sent(self, verb: str, x: Tensor) -> None:
         """Record data that is about to be sent, if there is a record."""
@@ -655,7 +652,7 @@ class Transfer:
         self.group.run_exchange(self.verb, self.handle.wait, nbytes=self.nbytes, peer=self.peer)
         if self.private is not None:
             self.private.release()
-        if self.received is not None and self.group.activity.record is not None:
+        if self.received is not None:
             self.group.record_received(with_peer(self.verb, self.peer), self.received)
 
 
@@ -699,11 +696,8 @@ def start_collective(
     source is this rank's message, or the result itself if the exchange is in place. nbytes is the size of the
     larger of the two, or of the message.
     """
-    if group.activity.record is not None:
-        group.record_sent(verb, source)
-    private = None
-    if group.activity.strict is not None:
-        private = group.private_copies(verb, [source], [result])
+    group.record_sent(verb, source)
+    private = group.private_copies(verb, [source], [result])
     if group.activity.wire is not None:
         handle = group.activity.wire.start(group, verb, source, result)
     elif private is None:

@@ -144,10 +144,14 @@ def test_overlapped_ops_count_once():
 # ---- transfers on lanes ------------------------------------------------------------------------------------
 
 
+def run_on_lanes(schedule, times, hop=0):
+    return simulate_on_lanes(schedule.with_transfers, schedule.rank_of_stage, times, hop)
+
+
 def test_a_transfer_waits_for_the_one_before_it_in_its_lane():
     """Three ranks down a line, F takes 2 and a transfer 3: rank 1 sends only after it has received again."""
     schedule = make_schedule("gpipe", 3, 2)
-    on_lanes = simulate_on_lanes(schedule, {"F": 2, "B": 1}, hop=3)
+    on_lanes = run_on_lanes(schedule, {"F": 2, "B": 1}, hop=3)
     forwards = [[span for span in spans if span.op.kind == "F"] for spans in on_lanes.ranks]
     assert [(span.start, span.end) for span in forwards[0]] == [(0, 2), (2, 4)]
     # the second arrives at 8, the lane of rank 1 is free then, and its first output follows
@@ -160,7 +164,7 @@ def test_a_transfer_waits_for_the_one_before_it_in_its_lane():
 def test_without_a_hop_lanes_cost_nothing():
     for kind in SCHEDULES:
         s = make_schedule(kind, 4, 8)
-        assert simulate_on_lanes(s, share(s, 1, 1, 1)) == simulate(s.order, s.n_stages, share(s, 1, 1, 1))
+        assert run_on_lanes(s, share(s, 1, 1, 1)) == simulate(s.order, s.n_stages, share(s, 1, 1, 1))
 
 
 @pytest.mark.slow(core=["8"])
@@ -176,7 +180,7 @@ def test_lanes_cost_at_most_one_percent(ranks):
                 for f, i, w, hop in [(1, 1, 1, 0.05), (1, 1.4, 0.8, 0.1)]:
                     times = share(s, f * s.chunks, i * s.chunks, w * s.chunks)
                     free = simulate(s.order, s.n_stages, times, hop).makespan
-                    on_lanes = simulate_on_lanes(s, times, hop).makespan
+                    on_lanes = run_on_lanes(s, times, hop).makespan
                     assert free * (1 - 1e-9) <= on_lanes <= 1.01 * free, (kind, ranks, microbatches, f, hop)
 
 
@@ -190,5 +194,5 @@ def test_a_receive_one_op_too_early_is_seen():
             if before:
                 ops.insert(before[-1], ops.pop(at))
     times = share(s, 1, 1, 1)
-    as_placed, early = (simulate_on_lanes(each, times, 0.05).makespan for each in (s, too_early))
+    as_placed, early = (run_on_lanes(each, times, 0.05).makespan for each in (s, too_early))
     assert early > 1.03 * as_placed

@@ -14,7 +14,6 @@ from parallel.pipeline.schedule import (
     SCHEDULES,
     Op,
     add_transfers,
-    check_lanes,
     check_schedule,
     evaluation_order,
     gpipe,
@@ -28,6 +27,9 @@ from parallel.pipeline.schedule import (
     single_op_steps,
     v_placement,
 )
+from plan.simulate import simulate_on_lanes
+
+UNIT_TIMES = {"F": 1, "B": 1, "I": 1, "W": 1}
 
 
 def every(kind, p_max=8, m_max=32):
@@ -55,7 +57,7 @@ def test_transfers_meet(kind):
     for s in every(kind, m_max=20):
         low = add_transfers(s.order, s.rank_of_stage)
         assert [[op for op in ops if op.kind in COMPUTE_KINDS] for ops in low] == s.order
-        check_lanes(low, s.rank_of_stage)
+        simulate_on_lanes(low, s.rank_of_stage, UNIT_TIMES)
         between = defaultdict(
             list
         )  # (rank, other rank) -> its transfers with that rank, each as its sender's op
@@ -199,7 +201,7 @@ def test_an_evaluation_is_complete_ends_everywhere_and_keeps_all_ranks_busy(plac
         last = [op.microbatch for op in order[rank_of_stage[-1]] if op.stage == n_stages - 1]
         assert last == list(range(microbatches))  # losses are added in one order, whatever the placement
         lowered = add_transfers(order, rank_of_stage)
-        check_lanes(lowered, rank_of_stage)
+        simulate_on_lanes(lowered, rank_of_stage, UNIT_TIMES)
         assert ends_on_gpus(lowered, rank_of_stage)
         # the work of a rank, and the way of one microbatch through the others
         assert slots_of(order, n_stages) <= microbatches * (n_stages // ranks) + n_stages - 1
@@ -230,7 +232,7 @@ def test_both_models_of_gpus_see_a_cycle():
     low, rank_of_stage = crossed_receives()
     assert not ends_on_gpus(low, rank_of_stage)
     with pytest.raises(ValueError, match="deadlock: rank 0 at 0B0 waits for 0RB0.*first in a lane of rank 1"):
-        check_lanes(low, rank_of_stage)
+        simulate_on_lanes(low, rank_of_stage, UNIT_TIMES)
 
 
 @pytest.mark.parametrize(
@@ -392,13 +394,13 @@ def test_any_legal_order_meets():
             assert str(e).startswith("deadlock: rank")
             continue
         legal += 1
-        check_lanes(add_transfers(s.order, s.rank_of_stage), s.rank_of_stage)
+        simulate_on_lanes(s.with_transfers, s.rank_of_stage, UNIT_TIMES)
     assert 100 < legal < 500
 
 
 def is_refused(lowered, rank_of_stage):
     try:
-        check_lanes(lowered, rank_of_stage)
+        simulate_on_lanes(lowered, rank_of_stage, UNIT_TIMES)
     except ValueError as error:
         return str(error).startswith("deadlock: ")
     return False
