@@ -43,12 +43,12 @@ from parallel.pipeline.schedule import (
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from parallel.wire.pool import WorkerPool
 from parallel.wire.world import World
 from plan.count import parameters
 from plan.plot import draw, text
 from plan.simulate import PEAKS, Span, Timeline, closed_form, share, simulate, simulate_on_lanes
 from runtime.failure import fail_cleanly
+from runtime.pool import WorkerPool
 from runtime.run import TrainingRun
 
 Result = TypeVar("Result")
@@ -297,9 +297,8 @@ def record_ops(run: TrainingRun) -> list[tuple[tuple, float, float]]:
         last_arrival[0] = time.monotonic()
         return tensor
 
-    run.pipeline.forward = timed(run.pipeline.forward)
-    run.pipeline.backward = timed(run.pipeline.backward)
-    run.pipeline.compute_weight_grads = timed(run.pipeline.compute_weight_grads)
+    for name in run.pipeline.OP_METHODS:
+        setattr(run.pipeline, name, timed(getattr(run.pipeline, name)))
     pipeline.wait_arrival = timed_arrival
     return spans
 

@@ -20,8 +20,8 @@ from config.tree import with_values
 from model.sharding import parallel_dims
 from parallel.sharding.boxes import Box
 from parallel.topology.mesh import Mesh
-from parallel.wire.pool import WorkerPool
 from parallel.wire.world import World
+from runtime.pool import WorkerPool
 from train import train_step
 
 BOUND = 1e-9  # relative, in fp64

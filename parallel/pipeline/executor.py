@@ -95,6 +95,7 @@ class Pipeline:
     stages, zero_hooks and weight_grad_stores are indexed by stage. With `offload`, activations of
     forwards are kept in host memory; with None they stay on the device.
     """
+    OP_METHODS = ("forward", "backward", "compute_weight_grads")  # each runs an op, its first argument
 
     def __init__(
         self,
@@ -285,25 +286,39 @@ class Pipeline:
 
 
 class GradientAccumulation(Pipeline):
-    """A model in one stage: the forward and the backward of each microbatch, one after the other."""
+    """A model in one stage: a backward follows its forward at once, from the loss down to the tokens."""
+    OP_METHODS = ("forward_from_tokens", "backward_from_loss")
 
     def run(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor | float) -> Tensor:
-        """Return the loss as Pipeline.run does. The ops are a forward and a backward of each microbatch."""
-        model, zero = self.stages[0], self.zero_hooks[0]
+        """Run the ops: a forward of each microbatch, followed by its backward in training.
+
+        Return the loss as Pipeline.run does.
+        """
+        zero = self.zero_hooks[0]
         loss_dtype = torch.promote_types(self.hidden_shape.dtype, torch.float32)
         total = torch.zeros((), dtype=loss_dtype, device=microbatches[0].tokens.device)
-        for microbatch in microbatches:
-            zero.is_last_microbatch = microbatch is microbatches[-1]
-            zero.backward_follows = torch.is_grad_enabled()
-            with self.saving_activations():
-                loss = model(microbatch.tokens, microbatch, scale)
-            total += loss.detach()
-            if zero.backward_follows:
-                loss.backward()
-                if zero.first_is_embedding:
-                    zero.end_embedding_backward()
+        loss = total
+        for op in ops:
+            if op.kind == "F":
+                loss = self.forward_from_tokens(op, microbatches[op.microbatch], scale)
+                total += loss.detach()
+            else:
+                zero.is_last_microbatch = op == ops[-1]
+                self.backward_from_loss(op, loss)
         zero.backward_follows = False
         return comm.all_reduce_sum(total, self.mesh.dp_cp)
+
+    def forward_from_tokens(self, op: Op, microbatch: Microbatch, scale: Tensor | float) -> Tensor:
+        """Run an F; return the loss."""
+        self.zero_hooks[0].backward_follows = torch.is_grad_enabled()
+        with self.saving_activations():
+            return self.stages[0](microbatch.tokens, microbatch, scale)
+
+    def backward_from_loss(self, op: Op, loss: Tensor) -> None:
+        """Run a B."""
+        loss.backward()
+        if self.zero_hooks[0].first_is_embedding:
+            self.zero_hooks[0].end_embedding_backward()
 
 
 def count_backwards(ops: list[Op], stage: int) -> int:

@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
@@ -150,6 +151,12 @@ class SimulatedDevice(TorchFunctionMode):
             return True
         if function is torch.device:
             return function(*args, **(kwargs or {}))
+        if function is Tensor.backward:  # from its edge: a backward from a tensor would turn this mode off
+            options = dict(kwargs or {})
+            with self:
+                return torch.autograd.backward(
+                    get_gradient_edge(args[0]), options.pop("gradient", None), **options
+                )
         if function is torch.nn.functional.scaled_dot_product_attention and self.device.type == "cuda":
             return library_attention(*args, **(kwargs or {}))
         if is_meta and function is torch._scaled_mm and kwargs and kwargs.get("out") is not None:

@@ -222,7 +222,7 @@ def record_steps(
 
 @contextlib.contextmanager
 def named_ops(recorder: Recorder) -> Iterator[None]:
-    """Let the recorder note which op of the pipeline runs. A model in one stage runs the same ops."""
+    """Let the recorder note which op of the pipeline runs."""
 
     def noting(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(pipeline: Pipeline, op: Op, *args: Any) -> Any:
@@ -232,9 +232,9 @@ def named_ops(recorder: Recorder) -> Iterator[None]:
         return run
 
     with contextlib.ExitStack() as stack:
-        for name in ("forward", "backward", "compute_weight_grads"):
-            stack.enter_context(mock.patch.object(Pipeline, name, noting(getattr(Pipeline, name))))
-        stack.enter_context(mock.patch.object(GradientAccumulation, "run", Pipeline.run))
+        for kind in (Pipeline, GradientAccumulation):
+            for name in kind.OP_METHODS:
+                stack.enter_context(mock.patch.object(kind, name, noting(getattr(kind, name))))
         yield
 
 

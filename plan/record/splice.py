@@ -198,9 +198,10 @@ class Splicer:
     @contextlib.contextmanager
     def tracing_few(self) -> Iterator[None]:
         """Run few ops of a step, then complete recorder and ledger. Raises Unlike."""
-        real = Pipeline.run
+        reals = {kind: kind.run for kind in (Pipeline, GradientAccumulation)}
 
         def run(pipeline: Pipeline, ops: list[Op], *args: Any) -> Tensor:
+            real = reals[type(pipeline)]
             if self.trace is not None:
                 raise Unlike("the pipeline runs twice in a step")
             parts = [part for zero in pipeline.zero_hooks.values() for part in zero.parts]
@@ -217,7 +218,7 @@ class Splicer:
 
         with (
             mock.patch.object(Pipeline, "run", run),
-            mock.patch.object(GradientAccumulation, "run", run),  # the same ops, which it does not read
+            mock.patch.object(GradientAccumulation, "run", run),
         ):
             yield
         if self.trace is not None:

@@ -7,7 +7,7 @@ import pytest
 from tiny_records import MIXTURE, SIZE, get_part_record
 
 from config.reading import resolve
-from parallel.pipeline.executor import Pipeline
+from parallel.pipeline.executor import GradientAccumulation
 from plan.record import splice
 from plan.record.launches import CHIPS
 from plan.record.memory import Change
@@ -151,14 +151,14 @@ def test_most_of_a_step_is_copied():
 
 def test_a_step_with_a_microbatch_unlike_others_is_traced_whole(monkeypatch):
     """An op that does more in each second microbatch."""
-    real = Pipeline.forward
+    real = GradientAccumulation.forward_from_tokens
 
-    def forward(pipeline, op, state, microbatch, scale):
+    def forward(pipeline, op, microbatch, scale):
         if op.microbatch % 2:
             microbatch.tokens.clone()
-        return real(pipeline, op, state, microbatch, scale)
+        return real(pipeline, op, microbatch, scale)
 
-    monkeypatch.setattr(Pipeline, "forward", forward)
+    monkeypatch.setattr(GradientAccumulation, "forward_from_tokens", forward)
     words = "--train.global_batch 12"
     spliced = recorded("llama3-tiny", 1, 0, words)
     whole = recorded("llama3-tiny", 1, 0, words, traces_all=True)
@@ -168,16 +168,16 @@ def test_a_step_with_a_microbatch_unlike_others_is_traced_whole(monkeypatch):
 
 def test_what_a_later_microbatch_releases_of_an_earlier_one_is_found(monkeypatch):
     """A forward that keeps a tensor until the second forward after it."""
-    real = Pipeline.forward
+    real = GradientAccumulation.forward_from_tokens
     kept = []
 
-    def forward(pipeline, op, state, microbatch, scale):
+    def forward(pipeline, op, microbatch, scale):
         kept.append(microbatch.tokens.clone())
         if len(kept) > 2:
             kept.pop(0)
-        return real(pipeline, op, state, microbatch, scale)
+        return real(pipeline, op, microbatch, scale)
 
-    monkeypatch.setattr(Pipeline, "forward", forward)
+    monkeypatch.setattr(GradientAccumulation, "forward_from_tokens", forward)
     words = "--train.global_batch 12"
     facts = []
     for traces_all in (False, True):

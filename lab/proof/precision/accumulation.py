@@ -10,7 +10,7 @@ from lab.proof.precision.errors import U32, BoundedError
 from lab.proof.precision.job import single_process
 from lab.proof.precision.recorded_run import train_and_record
 from model.router import ExpertsConfig, with_mlps
-from parallel.wire.pool import WorkerPool
+from runtime.pool import WorkerPool
 
 LOSS_SCALE = 2.0**13
 

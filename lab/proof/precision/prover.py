@@ -13,7 +13,7 @@ from lab.proof.precision.recorded_run import RecordedRun, train_and_record
 from lab.proof.precision.single_run import digit_errors, norm_errors, unmoved_matrices, update_errors
 from lab.proof.precision.two_runs import compare_runs
 from lab.proof.verify.overrides import Overrides
-from parallel.wire.pool import WorkerPool
+from runtime.pool import WorkerPool
 
 Verdict = tuple[list[str], list[BoundedError]]  # (outright errors, every number with its bound)
 

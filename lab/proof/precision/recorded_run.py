@@ -13,8 +13,8 @@ from torch import Tensor
 from config import Config
 from lab.proof.precision.errors import Tensors
 from lab.proof.precision.recorder import FlatPart, record_run, same_bits
-from parallel.wire.pool import WorkerPool
 from parallel.wire.world import World
+from runtime.pool import WorkerPool
 
 Parts = list[tuple[list[FlatPart], Tensor]]  # (places, flat tensor) for every rank and bucket
 

@@ -56,8 +56,8 @@ from lab.proof.verify.overrides import (
 from lab.proof.verify.table import support_table, write_table
 from lab.proof.verify.tiny_config import LAST, tiny_config
 from lab.proof.verify.trial import BOUND, Deviation, make_references, prove, single_process
-from parallel.wire.pool import WorkerPool
 from runtime.failure import last_line
+from runtime.pool import WorkerPool
 
 __all__ = ["chosen", "main", "part_of", "prove", "tiny_config", "words"]
 

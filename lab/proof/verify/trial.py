@@ -45,9 +45,9 @@ from parallel.microbatch import Microbatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
 from parallel.sharding.views import get_boxes
-from parallel.wire.pool import WorkerPool
 from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
+from runtime.pool import WorkerPool
 from runtime.run import TrainingRun
 
 BOUND = 1e-9  # allowed relative error
