@@ -203,19 +203,24 @@ def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> in
 
 
 def peak_activation_bytes(job: Job) -> int:
-    """Return the peak of a rank's activations, plus the two hidden states in transit."""
+    """Return the peak of a rank's activations, plus a hidden state and a gradient that wait in a stage."""
     stages: dict[int, StageActivations] = {}
+    received = [*boundary_bytes(job), 0]
+    waiting = 0
     for number in job.stages():
         records = tuple(records_of_stage(job, number))
         stages[number] = sum_activations(records, shared_key_bytes(job, number))
-    on_the_way = 2 * max(boundary_bytes(job)) if job.layout.pp > 1 else 0
-    return peak_of_ops(job.schedule.order[job.pp], stages) + on_the_way
+        waiting = max(waiting, received[number] + received[number + 1])
+    return peak_of_ops(job.schedule.order[job.pp], stages) + waiting
 
 
 @lru_cache(maxsize=1 << 12)
 def sum_activations(records: tuple[PartRecord, ...], keys: int = 0) -> StageActivations:
     """Sum up a stage from the records of its parts.
-    `keys` are the bytes that it shares with earlier stages."""
+
+    `keys` are the bytes of the keys that it shares with earlier stages. Their gradients, just as large, are held
+    through its backward.
+    """
     shared = max(record.context for record in records) + keys
 
     held = forward = shared
@@ -232,4 +237,4 @@ def sum_activations(records: tuple[PartRecord, ...], keys: int = 0) -> StageActi
         inputs = max(inputs, record.inputs.peak - freed_by_inputs)
         freed_by_inputs += record.kept - record.kept_for_weights
     kept_for_weights = sum(record.kept_for_weights for record in records)
-    return StageActivations(held, forward, backward, kept_for_weights, inputs)
+    return StageActivations(held, forward, backward + keys, kept_for_weights, inputs + keys)
