@@ -10,8 +10,7 @@ On GPUs, device tensors travel over NCCL and host tensors over gloo:
   connects two ranks when they first send. Such connections have dedicated buffers: 384 MiB per neighbour in
   a node of H100s (plan/communicators.py).
 - NCCL gets a longer timeout than gloo: its watchdog kills the process with SIGABRT and no exit code. A hang
-is
-  reported before that, by durable/peers.py.
+  is reported before that, by durable/peers.py.
 """
 import dataclasses
 import socket

@@ -151,12 +151,8 @@ class SimulatedDevice(TorchFunctionMode):
             return True
         if function is torch.device:
             return function(*args, **(kwargs or {}))
-        if function is Tensor.backward:  # from its edge: a backward from a tensor would turn this mode off
-            options = dict(kwargs or {})
-            with self:
-                return torch.autograd.backward(
-                    get_gradient_edge(args[0]), options.pop("gradient", None), **options
-                )
+        if function is Tensor.backward:
+            return self.run_backward(*args, **(kwargs or {}))
         if function is torch.nn.functional.scaled_dot_product_attention and self.device.type == "cuda":
             return library_attention(*args, **(kwargs or {}))
         if is_meta and function is torch._scaled_mm and kwargs and kwargs.get("out") is not None:
@@ -171,6 +167,12 @@ class SimulatedDevice(TorchFunctionMode):
         if function is torch.tensor and result.is_meta:  # created without an operation
             self.recorder.add_tensor(result)
         return result
+
+    def run_backward(self, x: Tensor, gradient: Tensor | None = None) -> None:
+        """Run a backward from the edge of x in the graph: from the tensor itself, it would turn this mode off."""
+        with self:
+            gradient = torch.ones_like(x) if gradient is None else gradient
+            torch.autograd.backward(get_gradient_edge(x), gradient)
 
     def like_on_host(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Tensor:
         """Create a tensor like another, possibly in pinned host memory, also without storage."""
