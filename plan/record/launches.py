@@ -168,11 +168,11 @@ class SimulatedDevice(TorchFunctionMode):
             self.recorder.add_tensor(result)
         return result
 
-    def run_backward(self, x: Tensor, gradient: Tensor | None = None) -> None:
+    def run_backward(self, x: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
         """Run a backward from the edge of x in the graph: from the tensor itself, it would turn this mode off."""
         with self:
             gradient = torch.ones_like(x) if gradient is None else gradient
-            torch.autograd.backward(get_gradient_edge(x), gradient)
+            torch.autograd.backward(get_gradient_edge(x), gradient, **options)
 
     def like_on_host(self, function: Callable[..., Any], args: tuple, kwargs: dict) -> Tensor:
         """Create a tensor like another, possibly in pinned host memory, also without storage."""
