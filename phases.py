@@ -140,6 +140,8 @@ def build_phase(
     steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
     mesh = connect(phase.cfg, world)
     train_data, valid_data = open_data(cfg, mesh, env.device, number)
+    if mesh.dp.size > 1 and not train_data.every_target_counts:
+        train_data.count_over(world.separate_group("loaders"))
     with advised_on_memory(phase.cfg, world):
         run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
     return run, valid_data

@@ -118,8 +118,11 @@ def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list
 def count_targets(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
     """Return the counted targets of the step over all ranks, an int64 scalar: one all-reduce over dp_cp.
 
-    They are known before the first forward, so the mean loss is exact under document masks and packing.
+    They are known before the first forward, so the mean loss is exact under document masks and packing. The
+    loader has summed them while the last step ran, if they come from it.
     """
+    if microbatches[0].step_targets is not None:
+        return microbatches[0].step_targets
     num_targets = torch.stack([batch.num_counted() for batch in microbatches]).sum()
     return comm.all_reduce_sum(num_targets, mesh.dp_cp)
 

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from config import Config, ConfigError, global_batch_at, sequences_seen
 from config.reading import get_phases
@@ -57,6 +58,8 @@ from data.tokenizer import Tokenizer
 from data.window import Window, WithoutTokens, read_pieces, read_stream
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 from parallel.offload import CopyStream, Event
+from parallel.wire import comm
+from parallel.wire.comm import Group
 
 SPLITS = ("train", "valid", "test")
 PROBE_TOKENS = 1 << 20  # from the start of the run: their documents give the estimated cost of attention
@@ -128,6 +131,7 @@ class BatchLoader:
         self._mix = reading.mix
         self._reading = reading
         self.before_read: Callable[[], object] | None = None  # called first in `microbatches`
+        self._counting_ranks: Group | None = None  # set by count_over
 
         # validation reads the same samples for any train.seed and train.ramp
         is_train = split == "train"
@@ -209,8 +213,8 @@ class BatchLoader:
 
         wanted = self._reading.steps_from(step, 1 + self._cfg.data.prefetch)
         outdated = [other for other in self._prefetched if other not in wanted]
-        for other in outdated:
-            self._prefetched.pop(other).cancel()
+        for other in outdated:  # it is still read, because the loaders of other ranks may have begun it
+            del self._prefetched[other]
         for other in wanted:
             if other not in self._prefetched:
                 self._prefetched[other] = self._thread.submit(self._read_and_copy, other)
@@ -255,11 +259,43 @@ class BatchLoader:
     def _read_and_copy(self, step: int) -> StepRead:
         """Read a step and start its copies to the device."""
         batches = self._read_step(step)
+        step_targets = self._count_step_targets(batches)
+        batches = [replace(batch, step_targets=step_targets) for batch in batches]
         if self.device.type != "cuda":
             return StepRead([batch.to(self.device) for batch in batches], None)
         with self._copies.context():
             batches = [batch.pinned().to(self.device) for batch in batches]
         return StepRead(batches, self._copies.record_event())
+
+    @cached_property
+    def every_target_counts(self) -> bool:
+        """Whether no sequence has a target that does not count."""
+        return self._fim is None and self._every_stored_target_counts
+
+    @cached_property
+    def _every_stored_target_counts(self) -> bool:
+        """The same of the sequences as stored, before data.fim_rate rearranges them."""
+        if self._cfg.data.pack != "stream" or self._cfg.data.doc_mask:
+            return False
+        indices = [dataset.index for dataset in self.datasets]
+        return not any(isinstance(index, StartedDocuments) or index.loss_mask for index in indices)
+
+    def count_over(self, ranks: Group) -> None:
+        """Sum the targets of each step over the loaders of all ranks, as soon as they are read.
+
+        So the step knows them before it begins. No one else may use `ranks`, all ranks of the job.
+        """
+        self._counting_ranks = ranks
+
+    def _count_step_targets(self, batches: list[Microbatch]) -> Tensor | None:
+        """Return the counted targets of a step over all ranks, an int64 scalar; None if it is not known."""
+        own = sum(int(batch.num_counted()) for batch in batches)
+        if self.world == 1 or self.every_target_counts:
+            return torch.tensor(own * self.world)
+        if self._counting_ranks is None:
+            return None
+        readers = self._counting_ranks.size // self.world  # ranks that read the same samples
+        return comm.all_reduce_sum(torch.tensor(own), self._counting_ranks) // readers
 
     def _for_compute(self, read: StepRead) -> list[Microbatch]:
         """Return the microbatches, and make compute wait for their copies."""
@@ -429,10 +465,7 @@ class BatchLoader:
     def sample_targets(self, steps: int) -> TargetCounts | None:
         """Count the targets in the first SAMPLED_SEQUENCES sequences of a number of steps. Return None if
         every target counts, or nothing is read."""
-        is_stream = self._cfg.data.pack == "stream"
-        masks = [dataset.index.loss_mask for dataset in self.datasets]
-        has_starts = any(isinstance(dataset.index, StartedDocuments) for dataset in self.datasets)
-        if is_stream and not self._cfg.data.doc_mask and not has_starts and not any(masks):
+        if self._every_stored_target_counts:
             return None
         sequences = min(self.samples, sequences_seen(self._train, max(steps, 0)))
         looked_at = min(sequences, SAMPLED_SEQUENCES)
@@ -460,7 +493,7 @@ class BatchLoader:
             places=looked_at * seq_len,
             targets=sum(counts),
             empty=counts.count(0),
-            cut=cut if any(masks) else None,
+            cut=cut if any(dataset.index.loss_mask for dataset in self.datasets) else None,
         )
 
     def _targets_hint(self) -> str:

@@ -30,6 +30,8 @@ class Microbatch:
     #   None if the sequences are not sharded
 
     document_counts: DocumentCounts | None = None  # of documents, if the host has counted them
+    step_targets: torch.Tensor | None = None  # int64 scalar: targets that count in the whole step, over all
+    #   ranks, if the loader has summed them
 
     # for multi-token prediction, set by with_tokens_ahead
     tokens_ahead: torch.Tensor | None = None  # the tokens 1, 2, ... positions ahead

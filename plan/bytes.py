@@ -48,7 +48,7 @@ from plan.parts import records_of_stage
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)
 
-COUNTER_BYTES = 8  # of a counted token, or a router statistic
+COUNTER_BYTES = 8  # of a router statistic
 
 
 def ring_bytes(ledger: Ledger) -> int:
@@ -118,11 +118,9 @@ def step_bytes(job: Job) -> Ledger:
 
 
 def add_scalars(ledger: StepLedger) -> None:
-    """Add the counted tokens, the loss, the gradient norm, and the router statistics."""
+    """Add the loss, the gradient norm, and the router statistics."""
     cfg = ledger.job.cfg
     model = cfg.model
-    ledger.add("dp_cp", "all_reduce", COUNTER_BYTES)
-
     groups = ["dp_cp", "pp", "model_parallel"]  # the loss is summed over the first two; the norm
     if cfg.parallel.zero:
         groups.append("fsdp")

@@ -49,13 +49,14 @@ from data.tokenizer import load_tokenizer
 from model.flops import keys_of_layers
 from model.sharding import parallel_dims
 from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
+from parallel.wire.lanes import PostedExchange, Wait
 from plan import auto, elastic
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token
 from plan.job import check_routing, make_rank_job
 from plan.record.check import check
-from plan.record.events import PostedExchange, Wait, without_collection
+from plan.record.events import without_collection
 from plan.record.launches import CHIPS, Chip
 from plan.record.links import ClusterLinks, seconds_of_exchange
 from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, get_rates, ratios

@@ -57,5 +57,6 @@ class RandomTokens:
                 documents=None if documents is None else documents[rows].clone(),
                 sequence_ids=torch.arange(first, first + train.micro_batch),
                 step=step,
+                step_targets=(targets != IGNORED_TARGET).sum(),
             ))
         return microbatches

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import Work as Handle
 from parallel.wire import messages
 from parallel.wire.clock import CommunicationClock, PendingSpan
 from parallel.wire.device_waits import DeviceWaits
+from parallel.wire.lanes import LaneLog
 from parallel.wire.record import NumbersRecord
 from parallel.wire.strict import PrivateCopies, StrictMode
 
@@ -218,6 +219,7 @@ class Activity:
     strict: StrictMode | None = None  # for proofs; by default exchanges run on the tensors themselves
     record: NumbersRecord | None = None  # for a step that may be rerun: sent and received data
     wire: Wire | None = None  # by default torch.distributed
+    lanes: LaneLog | None = None  # for proofs: the order of all exchanges
 
     def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
         """Return (the exchange that the host or the GPU waits for, or None; for how many seconds)."""
@@ -316,7 +318,9 @@ class Group:
             self.activity.wire.exchange(self, verb, sent, received)
             return
         self.record_sent(verb, sent)
+        posted = self.log_post(verb, larger)
         self.run_exchange(verb, partial(collective, group=self.handle), nbytes=larger.nbytes)
+        self.log_wait(posted)
         self.record_received(verb, received)
 
     def record_sent(self, verb: str, x: Tensor) -> None:
@@ -337,6 +341,20 @@ class Group:
             return None
         title = f"{verb} in {self}{at_step(self.activity.step)}"
         return self.activity.strict.start(title, sources, results)
+
+    def log_post(
+        self, verb: str, x: Tensor, peer: int | None = None, batch: int | None = None
+    ) -> int | None:
+        """Log an exchange that starts now, if there is a log of lanes, and return its number there."""
+        if self.activity.lanes is None:
+            return None
+        lane = (self.channel, self.ranks)
+        return self.activity.lanes.post(lane, self.name, verb, x.nbytes, x.dtype, peer=peer, batch=batch)
+
+    def log_wait(self, posted: int | None) -> None:
+        """Log a wait for the exchange with this number, if there is a log."""
+        if self.activity.lanes is not None and posted is not None:
+            self.activity.lanes.wait(posted)
 
     def count_exchange(self, verb: str, x: Tensor) -> None:
         """Add an exchange to the ledger, where x is the tensor of its larger side."""
@@ -644,9 +662,11 @@ class Transfer:
     received: Tensor | None = None  # holds its result; None for a send
     pending: PendingSpan | None = None  # its span; None if the clock cannot know it
     private: PrivateCopies | None = None  # in strict mode
+    posted: int | None = None  # its number in the log of lanes
 
     def wait(self) -> None:
         """Wait until it has finished. Raises PeerError if the peer does not respond or is gone."""
+        self.group.log_wait(self.posted)
         if self.pending is not None:
             self.group.activity.clock.record_arrival(self.pending, self.handle)
         self.group.run_exchange(self.verb, self.handle.wait, nbytes=self.nbytes, peer=self.peer)
@@ -697,6 +717,7 @@ def start_collective(
     larger of the two, or of the message.
     """
     group.record_sent(verb, source)
+    posted = group.log_post(verb, max(source, result, key=lambda x: x.nbytes))
     private = group.private_copies(verb, [source], [result])
     if group.activity.wire is not None:
         handle = group.activity.wire.start(group, verb, source, result)
@@ -705,6 +726,7 @@ def start_collective(
     else:
         handle = start(private.of(result), private.of(source))
     if handle is None:  # it has finished
+        group.log_wait(posted)
         group.record_received(verb, result)
         return PendingExchange(result)
     pending = group.activity.clock.record_start(handle)
@@ -717,6 +739,7 @@ def start_collective(
         received=result,
         pending=pending,
         private=private,
+        posted=posted,
     )
     return PendingExchange(result, transfer, source=None if source is result else source)
 
@@ -816,14 +839,17 @@ def start_transfers(
     messages: list[tuple[Tensor, int]] = []
     filled: list[tuple[Tensor, int]] = []
     copies: list[PrivateCopies | None] = []
+    posted: list[int | None] = []
     for x, target in sends:
         private = group.private_copies(f"send to {group.ranks[target]}", [x], [])
         messages.append((x.contiguous() if private is None else private.of(x), target))
         copies.append(private)
+        posted.append(group.log_post("send", x, group.ranks[target], posted[0] if posted else None))
         group.record_sent(with_peer("send to", group.ranks[target]), x)
         group.count_exchange("send", x)
     for buffer, source in receives:
         private = group.private_copies(f"receive from {group.ranks[source]}", [], [buffer])
+        posted.append(group.log_post("receive", buffer, group.ranks[source], posted[0] if posted else None))
         filled.append((buffer if private is None else private.of(buffer), source))
         copies.append(private)
     if not copies:
@@ -838,7 +864,8 @@ def start_transfers(
     verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
     buffers: list[Tensor | None] = [*(None for _ in sends), *(buffer for buffer, _ in receives)]
     transfers: list[Transfer] = []
-    for handle, verb, (x, peer), buffer, private in zip(handles, verbs, sends + receives, buffers, copies):
+    parts = zip(handles, verbs, sends + receives, buffers, copies, posted)
+    for handle, verb, (x, peer), buffer, private, number in parts:
         transfer = Transfer(
             handle,
             verb,
@@ -847,6 +874,7 @@ def start_transfers(
             group=group,
             received=buffer,
             private=private,
+            posted=number,
         )
         transfers.append(transfer)
     return transfers

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel.wire.connection import Connection
-from plan.record.events import Event, PostedExchange, Wait, without_collection
+from parallel.wire.lanes import PostedExchange, Wait
+from plan.record.events import Event, without_collection
 
 TRANSPORTS = ("nccl", "gloo")
 TRANSFERS = ("send", "receive")

@@ -5,43 +5,7 @@ import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
-from parallel.wire.connection import Connection
-
-
-class PostedExchange(NamedTuple):
-    """An exchange posted by a rank.
-
-    number: on this rank, from 0. batch: the number of the first exchange posted together with it. lane: its
-    ranks share connections, and run their exchanges in the order of posting. group: its name. nbytes: of the
-    larger side.
-    peer: the other global rank of a send or a receive, None for a collective. time: number of preceding
-    launches.
-    """
-
-    number: int
-    batch: int
-    lane: Connection
-    group: str
-    verb: str
-    nbytes: int
-    dtype: torch.dtype
-    peer: int | None
-    time: int
-
-    def __str__(self) -> str:
-        """Format as "send of 4,096 bytes to rank 3 in group pp"."""
-        direction = {"send": " to", "receive": " from"}.get(self.verb, "")
-        peer = f"{direction} rank {self.peer}" if self.peer is not None else ""
-        return f"{self.verb} of {self.nbytes:,} bytes{peer} in group {self.group}"
-
-
-class Wait(NamedTuple):
-    """The rank waits until exchange `number` has ended."""
-
-    number: int
-    time: int
+from parallel.wire.lanes import PostedExchange, Wait
 
 
 class HostRead(NamedTuple):

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from parallel.wire.lanes import PostedExchange
 from plan.cost import Cluster, Efficiency, num_hops, seconds_on_links, sent_bytes
-from plan.record.events import PostedExchange
 
 
 class ClusterLinks(NamedTuple):

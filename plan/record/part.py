@@ -36,8 +36,8 @@ from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import sharded_parameters
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
+from parallel.wire.lanes import PostedExchange, Wait
 from plan.record.events import Event as RecordedEvent
-from plan.record.events import PostedExchange, Wait
 from plan.record.launches import (
     META,
     Chip,

@@ -266,4 +266,5 @@ def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[i
         sequence_ids=torch.arange(b, device=device),
         step=step,
         document_counts=counts,
+        step_targets=torch.ones((), dtype=torch.int64, device=device),
     )

@@ -26,7 +26,8 @@ from torch import Tensor
 from parallel.pipeline.executor import GradientAccumulation, Pipeline, next_compute_kinds
 from parallel.pipeline.schedule import COMPUTE_KINDS, END_OF_SEND, Op
 from parallel.wire.comm import Ledger
-from plan.record.events import Event, OpBegins, PostedExchange, StreamWait, Wait, without_collection
+from parallel.wire.lanes import PostedExchange, Wait
+from plan.record.events import Event, OpBegins, StreamWait, without_collection
 from plan.record.launches import Launch, Recorder
 from plan.record.memory import Change, LiveBytes
 from plan.record.wire import RecordingWire
@@ -172,7 +173,7 @@ class MarkedOps(list[Op]):
             events=len(recorder.events),
             changes=len(recorder.memory.changes),
             host_changes=len(recorder.host_memory.changes),
-            exchanges=self.wire.count,
+            exchanges=self.wire.log.count,
             ledger=self.ledger.copy(),
         )
 

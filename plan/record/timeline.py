@@ -20,16 +20,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parallel.wire.connection import Connection
-from plan.record.events import (
-    Event,
-    HostRead,
-    OpBegins,
-    OpEnds,
-    PostedExchange,
-    StreamWait,
-    Wait,
-    without_collection,
-)
+from parallel.wire.lanes import PostedExchange, Wait
+from plan.record.events import Event, HostRead, OpBegins, OpEnds, StreamWait, without_collection
 from plan.record.streams import COMPUTE, HOST
 from plan.record.summary import LaunchKind, RankSteps
 

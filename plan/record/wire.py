@@ -1,7 +1,7 @@
 """A wire that answers at once, and records every request.
 
 Nothing is sent: the result of an exchange keeps its shape, without values. What a rank posts and awaits is
-recorded in order (`PostedExchange`, `Wait`), for plan/record/check.py.
+recorded in order (parallel/wire/lanes.py), for plan/record/check.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from parallel.wire.clock import Handle
 from parallel.wire.comm import Group
-from plan.record.events import Event, PostedExchange, Wait
+from parallel.wire.lanes import LaneLog
+from plan.record.events import Event
 
 Data = TypeVar("Data")
 
@@ -26,7 +27,9 @@ class RecordingWire:
     now: Callable[[], int] = lambda: 0
     events: list[Event] = field(default_factory=list)
     answers: Mapping[int, object] = field(default_factory=dict)
-    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.log = LaneLog(self.now, self.events)
 
     def exchange(self, group: Group, verb: str, sent: Tensor, received: Tensor) -> None:
         self.start(group, verb, sent, received).wait()
@@ -39,7 +42,7 @@ class RecordingWire:
         self, group: Group, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
     ) -> list[Handle]:
         posted: list[Handle] = []
-        batch = self.count
+        batch = self.log.count
         for verb, messages in (("send", sends), ("receive", receives)):
             for x, peer in messages:
                 posted.append(self.post(group, verb, x.nbytes, [x], group.ranks[peer], batch))
@@ -57,21 +60,10 @@ class RecordingWire:
         peer: int | None = None,
         batch: int | None = None,
     ) -> "PostedHandle":
-        number = self.count
-        self.count += 1
-        exchange = PostedExchange(
-            number,
-            batch=number if batch is None else batch,
-            lane=(group.channel, group.ranks),
-            group=group.name,
-            verb=verb,
-            nbytes=nbytes,
-            dtype=tensors[0].dtype,
-            peer=peer,
-            time=self.now(),
-        )
-        self.events.append(exchange)
-        return PostedHandle(self, number, tensors)
+        lane = (group.channel, group.ranks)
+        dtype = tensors[0].dtype
+        number = self.log.post(lane, group.name, verb, nbytes, dtype, peer=peer, batch=batch)
+        return PostedHandle(self.log, number, tensors)
 
 
 class Said(Exception):
@@ -95,13 +87,13 @@ class PostedHandle:
     tensors: kept alive, as by torch's handles.
     """
 
-    def __init__(self, wire: RecordingWire, number: int, tensors: list[Tensor]) -> None:
-        self.wire = wire
+    def __init__(self, log: LaneLog, number: int, tensors: list[Tensor]) -> None:
+        self.log = log
         self.number = number
         self.tensors = tensors
 
     def wait(self) -> bool:
-        self.wire.events.append(Wait(self.number, self.wire.now()))
+        self.log.wait(self.number)
         return True
 
     def is_completed(self) -> bool:

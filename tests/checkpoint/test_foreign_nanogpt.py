@@ -148,7 +148,7 @@ def test_what_differs_or_is_damaged_is_refused(tmp_path):
         (lambda tensors: tensors.update({first: torch.tensor(1.0)}),
          f"{first} has shape [], and at least 1 dim"),
         (lambda tensors: tensors.update({first: tensors[first].int()}),
-         f"{first} is torch.int32; plain floats"),
+         f"{first} is torch.int32; only plain floats are read"),
         (lambda tensors: tensors.pop(first), "weights here that are not there: 1 (layers.0.mlp.up.weight)"),
         (lambda tensors: tensors.update(extra=torch.ones(2)), f"{file}: extra is not a weight of nanoGPT"),
         (lambda tensors: tensors.update({"lm_head.weight": torch.ones(320, 32)}),

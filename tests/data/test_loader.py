@@ -117,7 +117,7 @@ def test_microbatches_for_a_gpu_are_pinned_and_copied_by_the_thread_that_reads_a
     for step, wanted in enumerate(expected):
         batches = data.microbatches(step)
         tensors = [x.data_ptr() for batch in batches for x in batch.tensors().values()]
-        assert len(tensors) == 5 * len(batches)  # tokens, targets, positions, documents, ids of the sequences
+        assert len(tensors) == 6 * len(batches)  # tokens, targets, positions, documents, ids, the count
         assert {*tensors} <= data._copies.ready and {*tensors} <= data._copies.kept
         assert make_rows(batches) == wanted
     ahead = [read.result() for read in data._prefetched.values()]  # close() cancels what has not begun

@@ -7,8 +7,8 @@ import torch
 
 from config.reading import resolve
 from model.sharding import parallel_dims
+from parallel.wire.lanes import PostedExchange, Wait
 from plan.record.check import TRANSPORTS, check
-from plan.record.events import PostedExchange, Wait
 from plan.record.launches import CHIPS
 from plan.record.role import record_role
 from scripts.dry_run import make_program

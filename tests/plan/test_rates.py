@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from parallel.topology.dims import GROUP_AXES, ParallelDims
+from parallel.wire.lanes import PostedExchange
 from plan.cost import Efficiency, Links, cluster, exchange_seconds
-from plan.record.events import PostedExchange
 from plan.record.links import ClusterLinks, seconds_of_exchange
 from plan.record.rates import ASSUMED, ASSUMED_OF, RATES, Sheet, get_rates, ratios
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from parallel.pipeline.schedule import END_OF_SEND, Schedule, goes_down, make_schedule
-from plan.record.events import HostRead, PostedExchange, StreamWait, Wait
+from parallel.wire.lanes import PostedExchange, Wait
+from plan.record.events import HostRead, StreamWait
 from plan.record.rates import Work
 from plan.record.streams import COMPUTE, HOST
 from plan.record.summary import LaunchKind, RankSteps

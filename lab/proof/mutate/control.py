@@ -54,6 +54,7 @@ class VerifyRun:
     words: str
     num_layouts: int = 1
     is_strict: bool = False
+    on_lanes: bool = False
     overrides: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -137,6 +138,8 @@ def run_verify(folder: Path, run: VerifyRun, limit_s: float) -> CommandResult:
         command += ["--only", *run.words.split()]
     if run.is_strict:
         command.append("--strict")
+    if run.on_lanes:
+        command.append("--lanes")
     command += run.overrides
     return run_command(command, folder / "checkout", limit_s, folder / "log")
 

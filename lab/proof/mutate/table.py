@@ -51,6 +51,9 @@ BROKEN_COPY = tuple(
 )
 
 
+OTHER_KEYS = ("fault", "run", "strict", "lanes", "settings")  # of an entry, beside its change
+
+
 @dataclass(frozen=True)
 class Bug:
     """A planted bug: its fault in words, with the issue in which it was seen, and where verify meets it."""
@@ -79,9 +82,10 @@ def read_bug(entry: dict) -> Bug:
         words=" ".join(SHORTHANDS.get(word, word) for word in words).strip(),
         num_layouts=2,
         is_strict=entry.get("strict") == "true",
+        on_lanes=entry.get("lanes") == "true",
         overrides=tuple(entry.get("settings", "").split()),
     )
-    change = PlacedChange.from_entry(entry, others=("fault", "run", "strict", "settings"))
+    change = PlacedChange.from_entry(entry, others=OTHER_KEYS)
     return Bug(entry["fault"], change, run)
 
 

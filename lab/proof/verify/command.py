@@ -16,6 +16,9 @@ machines or calls.
 
 `--strict` catches misuse that gloo forgives and NCCL does not: every started exchange runs on private copies,
 its result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
+
+`--lanes` logs the exchanges of every rank, and runs their order by NCCL's rules: one communicator runs them one
+after the other, and a send ends with its receive. A job that would block there is named, and does not hang.
 `--precision` proves the dtypes used for training, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
 stage, within bounds derived from the dtype (lab/proof/precision/__init__.py).
 `--coord` checks muP instead of layouts: how far training moves activations, by width (lab/proof/mup.py).
@@ -121,6 +124,11 @@ def parse_options(argv: list[str]) -> Namespace:
         action="store_true",
         help="check every started exchange and copy too: nothing is used before it has arrived",
     )
+    add(
+        "--lanes",
+        action="store_true",
+        help="check that the exchanges complete in NCCL's order too, which gloo does not show",
+    )
     add("--json", action="store_true", help="one JSON object a layout, for programs")
     add(
         "--precision",
@@ -147,7 +155,12 @@ def parse_options(argv: list[str]) -> Namespace:
         )
     if options.layouts not in ("all", "product") and not options.layouts.isdigit():
         raise ConfigError(f"--layouts: {options.layouts!r} is neither a number nor all nor product")
-    without_effect = {"--only": options.only, "--strict": options.strict, "--table": options.table}
+    without_effect = {
+        "--only": options.only,
+        "--strict": options.strict,
+        "--lanes": options.lanes,
+        "--table": options.table,
+    }
     for option, value in without_effect.items():
         if options.precision and value:
             raise ConfigError(
@@ -194,7 +207,8 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
             if i % MAX_CONCURRENT_REFERENCES == 0:
                 group = cells[i:i + MAX_CONCURRENT_REFERENCES]
                 make_references(pool, [found.config(each) for each in group], home)
-            first, worst = prove(pool, found.config(values), home, options.strict)
+            checks = {"is_strict": options.strict, "on_lanes": options.lanes}
+            first, worst = prove(pool, found.config(values), home, **checks)
         except ConfigError:
             raise
         except Exception as error:  # only this cell failed; new ranks prove the others

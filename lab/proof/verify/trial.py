@@ -45,8 +45,10 @@ from parallel.microbatch import Microbatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
 from parallel.sharding.views import get_boxes
+from parallel.wire.lanes import LaneLog, PostedExchange, Wait
 from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
+from plan.record.check import check
 from runtime.pool import WorkerPool
 from runtime.run import TrainingRun
 
@@ -368,12 +370,13 @@ def small_blocks(seq_len: int) -> Iterator[None]:
 # ---- one layout --------------------------------------------------------------------------------------------
 
 def prove(
-    pool: WorkerPool, cfg: Config, home: Path, is_strict: bool = False
+    pool: WorkerPool, cfg: Config, home: Path, *, is_strict: bool = False, on_lanes: bool = False
 ) -> tuple[Deviation, Deviation]:
     """Train under the layout of cfg on the ranks of the pool, and compare with one process.
 
     `home` is the folder for data, reference values and runs; see make_references for what is kept there.
-    `is_strict` checks every started exchange and copy (parallel/wire/strict.py).
+    `is_strict` checks every started exchange and copy (parallel/wire/strict.py). `on_lanes` checks that the
+    exchanges complete in NCCL's order too (parallel/wire/lanes.py).
 
     Returns (first, worst): `worst` is the largest deviation, `first` the largest in the first step with a
     deviation beyond BOUND, or `worst` if there is no such step.
@@ -381,13 +384,15 @@ def prove(
     (reference,) = make_references(pool, [cfg], home)
     check_trained(reference, has_spike=cfg.optim.spike_sigma is not None)
     try:
-        results = pool.run(run_layout, begun(cfg, home, "layout"), home, reference, is_strict)
+        begun_cfg = begun(cfg, home, "layout")
+        results = pool.run(run_layout, begun_cfg, home, reference, is_strict, on_lanes)
     finally:
         for name in ("layout", "store"):
             shutil.rmtree(home / name, ignore_errors=True)
 
-    deviations = [deviation for of_rank, _ in results for deviation in of_rank]
-    compared = set().union(*(names for _, names in results))
+    deviations = [deviation for of_rank in results for deviation in of_rank.deviations]
+    deviations += find_blocked_lanes([of_rank.exchanges for of_rank in results])
+    compared = set().union(*(of_rank.names for of_rank in results))
     with safe_open(reference, "pt") as file:
         missing = [what for what in file.keys() if what not in compared]
     deviations += [Deviation(math.inf, LAST + 1, f"{what}, which no rank has") for what in missing]
@@ -418,22 +423,32 @@ def check_trained(reference: Path, has_spike: bool = False) -> None:
         )
 
 
-def run_layout(
-    world: World, cfg: Config, home: Path, reference: Path, is_strict: bool
-) -> tuple[list[Deviation], set[str]]:
-    """Train LAST steps in the run folder of cfg on every rank, with a stop and a resume after SAVED.
+class RankResult(NamedTuple):
+    """What a rank has found.
 
-    Returns (the worst deviation of each step on this rank, the names of all compared values).
+    deviations: the worst of each step. names: of all compared values. exchanges: what the rank posted and
+    awaited in each of its runs, if that is logged.
     """
+
+    deviations: list[Deviation]
+    names: set[str]
+    exchanges: list[list[PostedExchange | Wait]]
+
+
+def run_layout(
+    world: World, cfg: Config, home: Path, reference: Path, is_strict: bool, on_lanes: bool
+) -> RankResult:
+    """Train LAST steps in the run folder of cfg on every rank, with a stop and a resume after SAVED."""
     folder = run_folder(cfg, home)
     observer = TrialObserver(folder, load_file(reference))
+    exchanges: list[list[PostedExchange | Wait]] = []
     with small_blocks(cfg.train.seq_len):
         for stop_step in (SAVED, LAST):
             observer.stop_step = stop_step
             if stop_step == LAST and cfg.checkpoint.mirror is not None and world.rank == 0:
                 shutil.rmtree(folder / "checkpoints")  # a new machine has none
                 (folder / "metrics.jsonl").unlink()
-            with strict_mode(world, is_strict):
+            with strict_mode(world, is_strict), logged_lanes(world, exchanges, on_lanes):
                 code = run_loop(world, cfg, folder, observer, observer.logits_computed)
             error = 0.0 if code == STOPPED_EARLY else math.inf
             observer.deviations.append(Deviation(error, stop_step, f"exit code {code}"))
@@ -445,7 +460,34 @@ def run_layout(
     for deviation in observer.deviations:
         known = worst.get(deviation.step, deviation)
         worst[deviation.step] = max(deviation, known, key=lambda one: one.severity)
-    return list(worst.values()), observer.names
+    return RankResult(list(worst.values()), observer.names, exchanges)
+
+
+def find_blocked_lanes(exchanges: list[list[list[PostedExchange | Wait]]]) -> list[Deviation]:
+    """Return what would block or not match if the ranks' exchanges ran as NCCL runs them.
+
+    exchanges: of each rank, in each run.
+    """
+    found: list[Deviation] = []
+    for of_ranks in zip(*exchanges):
+        for line in check(dict(enumerate(of_ranks)), "nccl"):
+            found.append(Deviation(math.inf, 0, f"on NCCL's lanes: {line}"))
+    return found
+
+
+@contextlib.contextmanager
+def logged_lanes(
+    world: World, exchanges: list[list[PostedExchange | Wait]], on_lanes: bool
+) -> Iterator[None]:
+    """Append what a run inside posts and awaits to `exchanges`."""
+    log = LaneLog() if on_lanes else None
+    world.activity.lanes = log
+    try:
+        yield
+    finally:
+        world.activity.lanes = None
+    if log is not None:
+        exchanges.append(log.events)
 
 
 @contextlib.contextmanager

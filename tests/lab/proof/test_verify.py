@@ -143,10 +143,10 @@ def test_an_override_of_the_model_changes_what_is_trained(tmp_path):
 def test_a_proof_with_overrides_trains_them_on_every_rank_and_says_them(monkeypatch, capsys):
     jobs, prove = [], command.prove
 
-    def recorded(pool, cfg, home, is_strict):
+    def recorded(pool, cfg, home, **options):
         of_ranks = pool.run(run_and_report, cfg)
         jobs.append(of_ranks)
-        return prove(pool, cfg, home, is_strict)
+        return prove(pool, cfg, home, **options)
 
     monkeypatch.setattr(command, "prove", recorded)
     own = "--model.mlp.activation=gelu llama3-tiny --world 2 --layouts".split()
