@@ -8,6 +8,9 @@
                  starts when all of its recorded ranks are ready, a send together with its receive
     a wait       blocks the compute queued after it
 
+The step is one of many alike: the exchanges that it posts and the next step awaits (ZeRO's gathers of updated
+weights) are in flight when it begins, and do not prolong its end.
+
 Ranks that are not recorded are always ready. Exchanges do not compete for links, and do not slow down
 compute.
 """
@@ -84,6 +87,7 @@ class JobTimeline:
 def timeline(ranks: Mapping[int, RankSteps], costs: Costs) -> JobTimeline:
     """Simulate a step of these ranks. Raises ValueError on a deadlock (plan/record/check.py explains it)."""
     job = Clock(costs, {rank: RankClock(rank, steps, costs) for rank, steps in ranks.items()})
+    job.start_carried()
     left = deque(ranks)
     while left:
         moved = job.advance(left.popleft())
@@ -105,7 +109,8 @@ class Posted(NamedTuple):
 class RankClock:
     """host: when it is free. free: when each stream is free. past: for each stream, (launches, ends). lanes:
     when each lane is free; batch_ends: including its current batch; ports: for each verb there. spans: of
-    exchanges, by number."""
+    exchanges, by number. carried: exchanges of the step before that this one awaits. own: those that this one
+    posts and ends."""
 
     rank: int
     steps: RankSteps
@@ -129,7 +134,18 @@ class RankClock:
         self.seconds = [self.costs.launch(kind) for kind in kinds]
         self.host_seconds = [self.costs.host(kind) for kind in kinds]
         self.starts = array("d", bytes(8 * len(self.steps.order)))
-        self.own = {event.number for event in self.steps.events if isinstance(event, PostedExchange)}
+        posted = {event.number: event for event in self.steps.events if isinstance(event, PostedExchange)}
+        awaited = {event.number for event in self.steps.events if isinstance(event, Wait)}
+
+        # an exchange of the step before has the place in its step that its number says, counted from the end
+        self.carried: list[PostedExchange] = []
+        for number in sorted(awaited - posted.keys()):
+            same = posted.get(number + len(posted))
+            if same is not None:
+                self.carried.append(same._replace(number=number, batch=same.batch - len(posted)))
+        self.own = posted.keys() - {exchange.number + len(posted) for exchange in self.carried}
+        self.known = posted.keys() | {exchange.number for exchange in self.carried}
+        self.posted_numbers = sorted(posted)
         self.ops: list[OpSpan] = []
         self.open_ops: list[tuple[str, int]] = []
         self.keeps_past = any(isinstance(event, StreamWait) for event in self.steps.events)
@@ -180,7 +196,7 @@ class RankClock:
 
     def await_exchange(self, number: int) -> None:
         span = self.spans.get(number)
-        if span is None:  # from an earlier step
+        if span is None:  # of an earlier step, without a like in this one
             return
         now = self.free[COMPUTE]
         self.hold_back(min(span.end, max(now, span.others)), BUBBLE)
@@ -230,7 +246,7 @@ class RankClock:
     # ---- the end
 
     def end(self) -> float:
-        return max([0.0, *self.free.values(), *self.lanes.values()])
+        return max([0.0, *self.free.values(), *(self.spans[number].end for number in self.own)])
 
     def result(self, step: float) -> RankTimeline:
         """Return the rank's timeline, given the job's step in seconds."""
@@ -246,7 +262,7 @@ class RankClock:
             self.steps,
             starts=self.starts,
             seconds=self.seconds,
-            exchanges=[self.spans[number] for number in sorted(self.own)],
+            exchanges=[self.spans[number] for number in self.posted_numbers],
             ops=sorted(self.ops, key=lambda op: op.start),
             busy=sum(self.seconds[i] * counts[i] for i in computing if self.steps.kinds[i].work.launches),
             waits=dict(self.waits),
@@ -302,6 +318,15 @@ class Clock:
     ranks: dict[int, RankClock]
     lanes: dict[Connection, SharedLane] = field(default_factory=dict)
 
+    def start_carried(self) -> None:
+        """Start the exchanges that are in flight when the step begins."""
+        touched: dict[Connection, SharedLane] = {}
+        for rank, state in self.ranks.items():
+            for exchange in state.carried:
+                lane = touched[exchange.lane] = self.lane(exchange.lane)
+                lane.post(rank, Posted(exchange, ready=0.0))
+        self.start_all(touched)
+
     def advance(self, rank: int) -> set[int]:
         """Run a rank until it waits for an exchange that cannot start.
         Return the ranks whose exchanges have started."""
@@ -312,7 +337,7 @@ class Clock:
         while state.num_events < len(events):
             event = events[state.num_events]
             state.launch_until(event.time)
-            if isinstance(event, Wait) and event.number in state.own and event.number not in state.spans:
+            if isinstance(event, Wait) and event.number in state.known and event.number not in state.spans:
                 moved |= self.start_all(touched)
                 if event.number not in state.spans:
                     return moved

@@ -105,6 +105,34 @@ def test_an_exchange_hides_behind_what_is_computed_until_its_wait():
     assert found.ranks[0].exchanges[0][1:3] == (5.0, 13.0)  # after what was computed before it
 
 
+def gathered_after_the_step(counts_targets: bool, seconds: int) -> Rank:
+    """Two parts, whose weights are gathered after the update, for the forward of the next step."""
+    one = Rank(0)
+    one.count = 3 + counts_targets  # of the step before, which was like this one
+    if counts_targets:
+        one.wait(one.post("all_reduce", (0, 1), nbytes=0))
+    for part in (1, 2):
+        one.wait(one.count - counts_targets - 3 + part)
+        one.launch(5.0)
+    one.wait(one.post("reduce_scatter", (0, 1), nbytes=3))
+    one.launch(1.0)
+    for _ in range(2):
+        one.post("all_gather", (0, 1), nbytes=seconds)
+    return one
+
+
+def test_what_a_step_leaves_in_flight_hides_behind_the_next():
+    found = run(gathered_after_the_step(counts_targets=False, seconds=4), of_byte=1.0)
+    assert found.ranks[0].waits == {"dp": 4.0 + 3.0}  # the first part's gather, and the reduction
+    assert found.step == 4.0 + 5.0 + 5.0 + 3.0 + 1.0
+
+
+def test_an_exchange_at_the_first_line_of_a_step_waits_for_what_the_last_one_left_in_its_lane():
+    found = run(gathered_after_the_step(counts_targets=True, seconds=4), of_byte=1.0)
+    assert found.ranks[0].waits == {"dp": 4.0 + 4.0 + 3.0}
+    assert found.step == 8.0 + 5.0 + 5.0 + 3.0 + 1.0
+
+
 def test_a_lane_runs_one_batch_after_the_other_and_lanes_run_beside_each_other():
     one = Rank(0)
     numbers = [one.post("all_reduce", (0, 1), 4), one.post("all_reduce", (0, 1), 4)]

@@ -99,6 +99,11 @@ def choose_mutants(args: argparse.Namespace) -> list[Mutant]:
     """Return the chosen part of the table or of the draw."""
     if args.draw is None:
         bugs = table.choose(table.read_table(), args.only, args.world)
+        if not bugs:
+            raise ConfigError(
+                f"--only: no planted bug of up to {args.world} ranks has the words {' '.join(args.only)}; "
+                "--list shows all"
+            )
         return table.mutants(part_of(bugs, args.part))
     part_of(range(args.draw), args.part)  # raises before the slow draw
     return part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), args.part)
