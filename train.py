@@ -33,7 +33,7 @@ from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.extras import Extras, Gradients, StepResult
 from parallel.microbatch import Microbatch
-from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers
+from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
@@ -203,6 +203,7 @@ def train_loop(session: Session) -> LoopEnd:
             extras.after_save(run, step, is_saved)
             if run_ends and not is_evaluated:  # asked to stop in the last step
                 session.evaluate(step)
+        wait_param_gathers(run.buckets)  # what is still in flight may not arrive in memory that is freed
     return LoopEnd(step, reason, requeue)
 
 

@@ -141,8 +141,11 @@ def test_validation_with_the_average_changes_nothing(tmp_path, dtype):
             {"after_steps": 1, "train.seq_len": 16, "parallel.zero": 3},
             {"after_steps": 3, "train.seq_len": 32, "parallel.zero": 0, "parallel.cp": 2},
         ])}),
+        ("llama3-tiny", {"zero": 1}, {"train.phases": json.dumps([
+            {"after_steps": 3, "train.seq_len": 16},  # which begins while weights of the first are gathered
+        ])}),
     ],
-    ids=["zero1", "zero3-offload", "zero2-muon", "tp2-async", "tied-pp2", "moe", "phases"],
+    ids=["zero1", "zero3-offload", "zero2-muon", "tp2-async", "tied-pp2", "moe", "phases", "zero1-phases"],
 )
 def test_every_layout_averages_the_same(ranks, tmp_path, name, parallel, more):
     """Step 2 is the skipped one, and after step 3 the run is stopped and started again. The validation with

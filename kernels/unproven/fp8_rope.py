@@ -81,8 +81,8 @@ class SplitRopeForReader(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
         if ctx.triton and computes_gradient(ctx.reader, dq, dk, dv):
+            cos, sin = ctx.saved_tensors
             return deferred_gradient(dq, dk, dv, cos, sin, ctx.shape), *[None] * 6
         return *SplitRope.backward(ctx, dq, dk, dv), None
 

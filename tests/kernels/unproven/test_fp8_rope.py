@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from test_fp8_formula import check_at_training_sizes, check_bits
+from torch.utils.checkpoint import checkpoint
 
 from kernels import fp8, rope
 from kernels.fp8 import E4M3, E5M2
@@ -108,6 +109,22 @@ def projection(x, weight, cos, sin, heads, kv, dys, recipe, reader):
     results = split(qkv, cos, sin, heads, kv)
     grads = torch.autograd.grad(results, leaves, [dy.clone() for dy in dys])
     return *(y.detach() for y in results), *grads
+
+
+def test_recomputed_heads_have_the_gradients_of_kept_ones():
+    """torch.utils.checkpoint hands out each saved tensor once."""
+    b, s, heads, kv, d = 1, 8, 2, 1, 8
+    qkv = torch.randn(b, s, (heads + 2 * kv) * d, requires_grad=True)
+    cos, sin = angles(b, s, d, torch.device("cpu"))
+    reader = Reader("row", SIDE)
+
+    def weighted(x):
+        parts = fp8_rope.split_heads_and_apply_rope(x, cos, sin, heads, kv, reader=reader)
+        return sum((part * part).sum() for part in parts)
+
+    (want,) = torch.autograd.grad(weighted(qkv * 1.0), qkv)
+    (got,) = torch.autograd.grad(checkpoint(lambda x: weighted(x * 1.0), qkv, use_reentrant=False), qkv)
+    assert torch.equal(got, want)
 
 
 @pytest.mark.slow(core=["1-40-2-2-32-side by side-tensorwise"])
