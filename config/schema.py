@@ -179,8 +179,8 @@ class TrainConfig:
     fp8: Literal["tensorwise", "rowwise", "blockwise", "mxfp8"] | None = None  # scales of dtype fp8
     #   (kernels/fp8_linear.py; experts: kernels/fp8_grouped.py); none: tensorwise; with dtype fp64: the same
     #   rounding to 8 bits, with everything else in fp64, for proofs
-    fp8_block: Count | None = None  # side of a block that shares a scale; none: 128 of blockwise (DeepSeek-V3),
-    #   and the 32 of mxfp8, which are part of the format: only proofs with dtype fp64 take others
+    fp8_block: Count | None = None  # side of a block that shares a scale; none: 128 for blockwise
+    #   (DeepSeek-V3), 32 for mxfp8, whose format allows no other: only dtype fp64 does, for proofs
     fp8_keep: CountOrZero = 1  # number of first layers, and of last layers, that stay in bf16
     loss_scale: float = 65536.0  # fp16: initial factor of the loss, a power of two (arXiv 1710.03740)
     loss_scale_window: Count = 1000  # fp16: the loss scale doubles after this many good steps in a row; a

@@ -227,7 +227,7 @@ def microscale(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     limit = torch.full_like(largest, MAX_VALUE[dtype])
     quotient = largest / limit
-    mantissa, exponent = torch.frexp(quotient)  # quotient = mantissa * 2^exponent, and mantissa is in 0.5 .. 1
+    mantissa, exponent = torch.frexp(quotient)  # mantissa * 2^exponent, with 0.5 <= mantissa < 1
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     exponent = torch.where(quotient == 0, -MX_EXPONENT, exponent).clamp(-MX_EXPONENT, MX_EXPONENT)
     exponent = torch.where(quotient.isinf(), MX_EXPONENT, exponent)

@@ -78,8 +78,8 @@ PRODUCTS = Products(product, write_product)  # of an Fp8Scaling
 
 @cache
 def library_multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the library returns products in dtype on this device: tried once. If not, a line says so, unless
-    kernels/fp8_gemm.py has another for this chip."""
+    """Whether the library returns products in dtype on this device: tried once. If not, a line says so; of a
+    chip without MXFP8, kernels/fp8_gemm.py does."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < MX_CHIP:
         return False
     why = obstacle_to_library(device, dtype)

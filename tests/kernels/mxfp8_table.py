@@ -19,7 +19,8 @@ def blocks() -> dict[str, np.ndarray]:
     made: dict[str, np.ndarray] = {}
     for number in range(8):
         made[f"random_{number}"] = stream.integers(-4000, 4001, SIDE) / 1024.0
-        made[f"bf16_{number}"] = truncated(stream.integers(-(2**20), 2**20, SIDE) * 2.0 ** -stream.integers(0, 30))
+        mantissas = stream.integers(-(2**20), 2**20, SIDE)
+        made[f"bf16_{number}"] = truncated(mantissas * 2.0 ** -stream.integers(0, 30))
     for exponent in (-149, -140, -127, -126, -120, -118, -110, -100, -20, 20, 100, 110, 119):
         made[f"scale_2^{exponent}"] = stream.integers(-255, 256, SIDE) * 2.0**exponent
     made["zero"] = np.zeros(SIDE)

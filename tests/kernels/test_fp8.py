@@ -26,8 +26,8 @@ def test_error_is_half_a_unit_in_the_last_place(kind, dtype, bits):
     error, unit = (dequantize(q, scale, kind) - x).abs(), fp8.expand_scale(scale, x.shape, kind)
     smallest = torch.finfo(dtype).smallest_normal * 2.0**-bits  # the step of subnormals
     assert (error <= 1.001 * torch.maximum(x.abs() * 2.0 ** -(bits + 1), smallest * unit)).all()
-    largest = q.float().abs().max()  # a power of two maps to no more than half of the range, or fills it
-    assert MAX_VALUE[dtype] / 2 < largest <= MAX_VALUE[dtype] and (kind == "mx" or largest == MAX_VALUE[dtype])
+    largest, end = q.float().abs().max(), MAX_VALUE[dtype]  # mx: scaled by a power of two
+    assert end / 2 < largest <= end and (kind == "mx" or largest == end)
     assert (q[3].float() == 0).all() and scale.isfinite().all()
 
 
