@@ -605,8 +605,11 @@ def as_stored(quantized: Quantized, kind: str) -> Quantized:
 
 
 def cast_warps(rows: int, columns: int) -> int:
-    """Return enough warps for the elements of a tile to fit the threads' registers."""
-    return 16 if rows * columns > 8192 else 8
+    """Return enough warps for the elements of a tile to fit the threads' registers, and few enough for each
+    thread to load 16 bytes."""
+    if rows * columns > 8192:
+        return 16
+    return 8 if rows * columns > 1024 else 4
 
 
 def empty_result(

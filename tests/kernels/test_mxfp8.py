@@ -1,6 +1,6 @@
-"""MXFP8 bit for bit: beside the format's specification, written down here in numpy, and beside torchao 0.18.0.
+"""MXFP8 bit for bit: beside the format's specification, written down here in numpy, and beside torchao.
 
-The bits of the latter are in tests/kernels/mxfp8_torchao.txt; tests/kernels/mxfp8_table.py made it.
+The bits of torchao 0.18.0 are in tests/kernels/mxfp8_torchao.txt; tests/kernels/mxfp8_table.py made it.
 """
 
 import hashlib
