@@ -20,6 +20,7 @@ from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.provenance import code_hash
 from config.schema import (
+    FP8_SIDES,
     MAX_LOSS_SCALE,
     ChannelMixer,
     CheckpointConfig,
@@ -45,6 +46,7 @@ from config.schema import (
     config_of_layer,
     config_of_stage,
     divisors,
+    fp8_block,
     fp8_recipe,
     global_batch_at,
     global_batch_sizes,

@@ -1,6 +1,7 @@
 """FP8 quantization with scales (arXiv 2209.05433): one scale per tensor, row or block.
 
-Blocks are those of DeepSeek-V3 (arXiv 2412.19437).
+Blocks are those of DeepSeek-V3 (arXiv 2412.19437), or those of MXFP8, whose scales are powers of two
+(microscale).
 
     inverse = LARGEST / max |x|
     q       = x * inverse, rounded to nearest even
@@ -29,8 +30,14 @@ MAX_VALUE = {E4M3: 448.0, E5M2: 57344.0}
 # lower bound of max |x|: keeps the inverse of zeros finite, and no weight or gradient is that small
 MIN_ABSOLUTE_MAXIMUM = 2.0**-100
 BLOCK_SIDE = 128  # elements of a group; rows and columns of a block
-# what shares a scale: the tensor, a row, `side` columns of a row, a square of `side` rows and columns
-SCALE_KINDS = ("tensor", "row", "group", "block")
+MX_SIDE = 32  # elements that share a scale of MXFP8 (OCP Microscaling Formats v1.0, table 1)
+# the largest exponent of a scale of MXFP8; the smallest is its negative (5.4.1)
+MX_EXPONENT = 127
+# what shares a scale: the tensor, a row, `side` columns of a row, a square of `side` rows and columns;
+# mx: `side` columns of a row, and the scale is a power of two
+SCALE_KINDS = ("tensor", "row", "group", "block", "mx")
+SHARED_KINDS = ("tensor", "row")  # scales that span any number of columns, and so the ranks that shard them
+GROUP_KINDS = ("group", "mx")  # scales that change along a row, every `side` columns
 TILE = 4096  # elements that a program casts at a time if it writes no transpose
 PAIR = 64, BLOCK_SIDE  # rows and columns that a program casts if it writes a transpose
 MAX_ROW = 1 << 15  # columns that one program keeps in registers
@@ -62,7 +69,7 @@ def quantize(
     """x [m, n] -> q [m, n] in dtype, and its scales in fp32 (fp64 for fp64).
 
     kind is one of SCALE_KINDS; group suits activations, block weights. The scales are [1, 1] (tensor), [m, 1]
-    (row), [m, n/side] (group) or [m/side, n/side] (block), with sizes rounded up. Scales of groups may be
+    (row), [m, n/side] (group, mx) or [m/side, n/side] (block), with sizes rounded up. Scales of groups may be
     stored column-major, as a GEMM reads them.
     largest, if known, is max |x| for each scale, as in Maxima: x may be a part of a larger tensor that shares
     the scales. A transposed view is read without a copy, and its q is contiguous.
@@ -127,6 +134,7 @@ def block_shape(kind: str, shape: torch.Size, side: int) -> tuple[int, int]:
         "matrix": (side, shape[1]),  # several stacked matrices, `side` rows each
         "row": (1, shape[1]),
         "group": (1, side),
+        "mx": (1, side),
         "block": (side, side),
     }
     return shapes[kind]
@@ -146,7 +154,7 @@ def expand_scale(scale: Tensor, shape: torch.Size, kind: str, side: int = BLOCK_
 def absolute_maximum(x: Tensor, kind: str, side: int = BLOCK_SIDE) -> Tensor:
     """Return max |x| for each scale, in the shape of the scales, in fp32 or fp64."""
     dtype = accumulation_dtype(x.dtype)
-    if kind in ("tensor", "row"):
+    if kind in SHARED_KINDS:
         dim = None if kind == "tensor" else 1
         return torch.linalg.vector_norm(x, float("inf"), dim, keepdim=True, dtype=dtype)  # does not copy x
 
@@ -170,11 +178,11 @@ def quantize_reference(
         largest = absolute_maximum(x, kind, side)
     elif kind == "tensor":
         largest = largest.amax().view(1, 1)
-    inverse = inverse_scale(largest, dtype)
+    inverse, scale = microscale(largest, dtype) if kind == "mx" else exact_scale(largest, dtype)
     inverses = expand_scale(inverse, x.shape, kind, side)  # [m, n]
     scaled = x.to(accumulation_dtype(x.dtype)) * inverses
     q = scaled.clamp_(-MAX_VALUE[dtype], MAX_VALUE[dtype])
-    return q.to(dtype).contiguous(), 1 / inverse
+    return q.to(dtype).contiguous(), scale
 
 
 def quantize_pair_reference(
@@ -197,10 +205,45 @@ def quantize_pair_reference(
     return stacked(x, maxima.rows), stacked(x.transpose(1, 2), maxima.columns)
 
 
-def inverse_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factor that maps `largest` to the largest number of dtype, in the shape of `largest`."""
+def exact_scale(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (the factor that maps `largest` to the largest number of dtype, its inverse: the scale), both in
+    the shape of `largest`."""
     # full_like, because a Python number divided by a tensor rounds twice
-    return torch.full_like(largest, MAX_VALUE[dtype]) / largest.clamp(min=MIN_ABSOLUTE_MAXIMUM)
+    inverse = torch.full_like(largest, MAX_VALUE[dtype]) / largest.clamp(min=MIN_ABSOLUTE_MAXIMUM)
+    return inverse, 1 / inverse
+
+
+def microscale(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return (factor, scale) as exact_scale does, for the scales of MXFP8: powers of two.
+
+        scale = 2 ** ceil(log2(largest / MAX_VALUE)), with exponents in -127 .. 127
+
+    Rounding the exponent up saturates no element (arXiv 2506.08027). The exponent of the specification's
+    own rule, floor(log2 largest) - 8 (OCP Microscaling Formats v1.0, 6.3), maps largest to 256 .. 511, and
+    what exceeds 448 saturates.
+    The ends are those of the instruction that converts to E8M0, and of torchao's rule RCEIL: with the
+    smallest scale, all elements become 0, and their factor is 1. The scale of an infinite `largest` is the
+    largest one, and the infinite element saturates; that of NaN is NaN.
+    """
+    limit = torch.full_like(largest, MAX_VALUE[dtype])
+    quotient = largest / limit
+    mantissa, exponent = torch.frexp(quotient)  # mantissa * 2^exponent, with 0.5 <= mantissa < 1
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    exponent = torch.where(quotient == 0, -MX_EXPONENT, exponent).clamp(-MX_EXPONENT, MX_EXPONENT)
+    exponent = torch.where(quotient.isinf(), MX_EXPONENT, exponent)
+    factor = torch.where(exponent == -MX_EXPONENT, 1.0, power_of_two(-exponent))
+    is_nan = quotient.isnan()
+    return (
+        torch.where(is_nan, quotient, factor.to(largest.dtype)),
+        torch.where(is_nan, quotient, power_of_two(exponent).to(largest.dtype)),
+    )
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Return 2^exponent in fp32, for integers in -127 .. 127."""
+    biased = (exponent + 127).to(torch.int32)
+    normal = (biased << 23).view(torch.float32)
+    return torch.where(biased == 0, torch.full_like(normal, 2.0**-127), normal)
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------
@@ -208,6 +251,7 @@ def inverse_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
 @triton.jit
 def scale_and_cast(
     x, largest,
+    KIND: tl.constexpr,
     FLOOR: tl.constexpr,
     LARGEST: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -216,9 +260,30 @@ def scale_and_cast(
 
     FLOOR is the lower bound of the maxima. LARGEST is the largest number of DTYPE.
     """
-    inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
+    if KIND == "mx":
+        inverse, scale = power_of_two_scale(tl.div_rn(largest, LARGEST))
+    else:
+        inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
+        scale = tl.div_rn(1.0, inverse)
     q = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    return q.to(DTYPE), tl.div_rn(1.0, inverse)
+    return q.to(DTYPE), scale
+
+
+@triton.jit
+def power_of_two_scale(quotient) -> "tuple[tl.tensor, tl.tensor]":
+    """Return the factor and the scale of `microscale`, from largest / LARGEST."""
+    bits = quotient.to(tl.int32, bitcast=True)
+    rest = bits & 0x7FFFFF
+    exponent = bits >> 23  # biased by 127, as that of E8M0; 0: a subnormal, rest * 2^-149
+    rounded_up = exponent + (rest > 0).to(tl.int32)
+    biased = tl.where(exponent == 0, (rest > 0x400000).to(tl.int32), tl.minimum(rounded_up, 254))
+
+    smallest = tl.full(bits.shape, 0x400000, tl.int32)  # 2^-127
+    scale = tl.where(biased == 0, smallest, biased << 23).to(tl.float32, bitcast=True)
+    inverse = tl.where(biased == 254, smallest, (254 - biased) << 23).to(tl.float32, bitcast=True)
+    inverse = tl.where(biased == 0, 1.0, inverse)
+    is_nan = quotient != quotient
+    return tl.where(is_nan, quotient, inverse), tl.where(is_nan, quotient, scale)
 
 
 @triton.jit
@@ -239,9 +304,9 @@ def cast_tile(
     rows and columns are those of the tile; columns from column_end on do not belong to it. It is number
     `down` of tiles_down, and `across` of tiles_across. The matrices are stacked in Q, Q_BACK and the scales.
     KIND tensor and (GIVEN) row read the maxima from MAXIMA and MAXIMA_BACK: [parts] per matrix, or [m] and
-    [n]. Otherwise the tile computes its own: one per row and column (row, group), or one for all (block).
-    SCALE has one number per matrix (tensor), [m] (row), [tiles across, m] (group), [tiles down, tiles across]
-    (block); SCALE_BACK is the same for the transpose.
+    [n]. Otherwise the tile computes its own: one per row and column (row, group, mx), or one for all
+    (block). SCALE has one number per matrix (tensor), [m] (row), [tiles down, tiles across] (block), and for
+    group and mx [tiles across, rows of all matrices]; SCALE_BACK is the same for the transpose.
     """
     first_row = matrix * m  # in Q; the first column in Q_BACK
     first_column = matrix * n
@@ -260,7 +325,7 @@ def cast_tile(
             place = (matrix * tiles_down + down) * tiles_across + across
             place_back = (matrix * tiles_across + across) * tiles_down + down
             is_first = True
-        ahead, scale = scale_and_cast(x, largest, FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE)
+        ahead, scale = scale_and_cast(x, largest, KIND=KIND, FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE)
         back = ahead
         if AHEAD:
             tl.store(SCALE + place, scale, is_first)
@@ -269,14 +334,18 @@ def cast_tile(
 
     # one scale per row for Q, and one per column for its transpose
     else:
+        BY_TILE: tl.constexpr = KIND == "group" or KIND == "mx"
+        matrices = tl.num_programs(2)
         if AHEAD:
             if GIVEN:
                 largest = tl.load(MAXIMA + first_row + rows, rows < m, 0.0)
             else:
                 largest = tl.max(tl.abs(x), 1)
-            ahead, scale = scale_and_cast(x, largest[:, None], FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE)
-            is_stored = (rows < m) & ((across == 0) | (KIND == "group"))
-            scale_pointers = SCALE + across * m + first_row + rows
+            ahead, scale = scale_and_cast(
+                x, largest[:, None], KIND=KIND, FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE
+            )
+            is_stored = (rows < m) & ((across == 0) | BY_TILE)
+            scale_pointers = SCALE + across * m * matrices + first_row + rows
             tl.store(scale_pointers[:, None], scale, is_stored[:, None])
         if BACK:
             if GIVEN:
@@ -284,10 +353,10 @@ def cast_tile(
             else:
                 largest_back = tl.max(tl.abs(x), 0)
             back, scale_back = scale_and_cast(
-                x, largest_back[None, :], FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE
+                x, largest_back[None, :], KIND=KIND, FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE
             )
-            is_stored_back = (columns < column_end) & ((down == 0) | (KIND == "group"))
-            scale_back_pointers = SCALE_BACK + down * n + first_column + columns
+            is_stored_back = (columns < column_end) & ((down == 0) | BY_TILE)
+            scale_back_pointers = SCALE_BACK + down * n * matrices + first_column + columns
             tl.store(scale_back_pointers[None, :], scale_back, is_stored_back[None, :])
 
     # elements
@@ -377,7 +446,7 @@ def triton_fits(x: Tensor, kind: str, side: int) -> bool:
         why = "fp8 needs sm_89 or newer"
     elif x.numel() >= 2**31:
         why = f"a tensor of {tuple(x.shape)} is too large"
-    elif kind in ("group", "block") and (side & side - 1 or side > BLOCK_SIDE):
+    elif kind not in SHARED_KINDS and (side & side - 1 or side > BLOCK_SIDE):
         why = f"blocks of {side} are not a power of two up to {BLOCK_SIDE}"
     return x.numel() > 0 and kernel_is_available("fp8 quantization", x, why=why)
 
@@ -417,7 +486,7 @@ def launch_quantize(
 ) -> Quantized:
     """Run quantize_reference as kernels."""
     m, n = x.shape
-    assert largest is None or kind in ("tensor", "row"), "a block's largest element is found beside its cast"
+    assert largest is None or kind in SHARED_KINDS, "a block's largest element is found beside its cast"
     if x.stride(1) != 1 and x.stride(0) == 1:  # a transposed view
         base = x.t()
         if largest is None:
@@ -466,9 +535,9 @@ def launch_cast(
     given = maxima.rows if ahead else maxima.columns
 
     # with transposes, tiles are tall enough to write these in runs of 64 bytes or more
-    if kind in ("group", "block"):
+    if kind not in SHARED_KINDS:
         rows, columns = side, side
-        if kind == "group" and not back:
+        if kind in GROUP_KINDS and not back:
             rows = max(1, TILE // side)
     elif back:
         rows, columns = PAIR
@@ -532,12 +601,15 @@ def in_few_parts(largest: Tensor, matrices: int) -> Tensor:
 def as_stored(quantized: Quantized, kind: str) -> Quantized:
     """Return the result of a cast in the shape that quantize returns: scales of groups are column-major."""
     q, scale = quantized
-    return q, scale.t() if kind == "group" else scale
+    return q, scale.t() if kind in GROUP_KINDS else scale
 
 
 def cast_warps(rows: int, columns: int) -> int:
-    """Return enough warps for the elements of a tile to fit the threads' registers."""
-    return 16 if rows * columns > 8192 else 8
+    """Return enough warps for the elements of a tile to fit the threads' registers, and few enough for each
+    thread to load 16 bytes."""
+    if rows * columns > 8192:
+        return 16
+    return 8 if rows * columns > 1024 else 4
 
 
 def empty_result(
@@ -550,7 +622,8 @@ def empty_result(
     shapes = {
         "tensor": (count, 1),
         "row": (count * m, 1),
-        "group": (ceil_div(n, side), m),
+        "group": (ceil_div(n, side), count * m),
+        "mx": (ceil_div(n, side), count * m),
         "block": (count * ceil_div(m, side), ceil_div(n, side)),
     }
     q = x.new_empty(count * m, n, dtype=dtype)

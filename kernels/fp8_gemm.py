@@ -2,14 +2,16 @@
 
 On a GPU, operands with a scale per tensor or row go to torch._scaled_mm (cuBLASLt, CUTLASS), including weight
 gradients, which are added to fp32, if the library can return fp32 there (library_returns_fp32). All other
-products use one Triton kernel. Without kernels the reference runs: both operands are dequantized, which is
+products use one Triton kernel; those of MXFP8, too, which sm_100 could run in its tensor cores
+(kernels/unproven/mx_gemm.py). Without kernels the reference runs: both operands are dequantized, which is
 exact, and multiplied in fp32 (fp64: in fp64).
 
 Hopper's tensor cores accumulate 8-bit products in 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2), known as
 fast accumulation. The forward's products, of E4M3 with E4M3, use it unchanged, in the library and in the
 kernel. Those of gradients (E5M2) do not: the library is told not to (use_fast_accum), and the kernel promotes
-the tensor cores' sum to fp32 every EXACT columns. Scales that change along the contracted dim (blockwise) are
-applied to the sum of each `side` columns, before it is added to fp32. All others are applied at the end.
+the tensor cores' sum to fp32 every EXACT columns. Scales that change along the contracted dim (blockwise,
+mxfp8) are applied to the sum of each `side` columns, before it is added to fp32. All others are applied at
+the end.
 
 Both operands have the contracted dim last, because Hopper's fp8 tensor cores can read no other layout.
 """
@@ -40,6 +42,7 @@ SMALLEST = 32  # columns that a tensor core multiplies at once
 STEP = 128  # columns that are multiplied at a time, unless the scales are per group
 EXACT = 512  # columns between promotions to fp32 in products without fast accumulation
 UNIT = 16  # the library needs matrix sizes that are multiples of this
+MX_CHIP = (10, 0)  # the first capability whose tensor cores multiply MXFP8
 
 
 class Recipe(NamedTuple):
@@ -121,7 +124,7 @@ def takes_fast_accumulation(a: QuantizedMatrix) -> bool:
 
 def library_multiplies(a: QuantizedMatrix) -> bool:
     """Whether the library takes operands like a [m, k], with sizes that are multiples of UNIT."""
-    has_scales = a.kind in ("tensor", "row")
+    has_scales = a.kind in fp8.SHARED_KINDS
     return has_scales and a.q.device.type == "cuda" and a.q.shape[1] % UNIT == 0
 
 
@@ -267,11 +270,24 @@ def scaled_kernel(
 def triton_fits(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
     """Whether the kernel can multiply these matrices."""
     why = skewed(a.q, b.q)
-    if a.kind in ("group", "block") and a.side < SMALLEST:
+    if a.kind not in fp8.SHARED_KINDS and a.side < SMALLEST:
         why = f"blocks of {a.side} are below the {SMALLEST} that a tensor core multiplies at once"
     if a.q.numel() == 0 or b.q.numel() == 0:
         return False
-    return kernel_is_available("fp8 GEMM", a.scale, why=why)
+    fits = kernel_is_available("fp8 GEMM", a.scale, why=why)
+    if fits and a.kind == "mx":
+        print_once(f"mxfp8: {obstacle_to_mx(a.q.device)}; our own kernel multiplies in 8 bits and scales the "
+                   f"sum of every {a.side} columns in fp32: the same numbers, expected slower than bf16")
+    return fits
+
+
+def obstacle_to_mx(device: torch.device) -> str:
+    """Return why the tensor cores do not multiply MXFP8."""
+    if device.type != "cuda":
+        return "the interpreter has no tensor cores"
+    if torch.cuda.get_device_capability(device) < MX_CHIP:
+        return f"{torch.cuda.get_device_name(device)} has no products of it (sm_100 or newer has)"
+    return "the chip's own products, which no GPU has confirmed, are part of train.unproven"
 
 
 class Steps(NamedTuple):
@@ -288,7 +304,7 @@ class Steps(NamedTuple):
 
 def steps_of(a: QuantizedMatrix, b: QuantizedMatrix) -> Steps:
     """Choose the steps for a, with scales per tensor, row or group."""
-    by_step = a.kind == "group"
+    by_step = a.kind in fp8.GROUP_KINDS
     step = a.side if by_step else STEP
     return Steps(
         *scale_strides(a),
@@ -308,7 +324,7 @@ def get_tile(steps: Steps) -> dict[str, int]:
 def scale_strides(x: QuantizedMatrix) -> tuple[int, int]:
     """Return the strides from one row of scales to the next, and from one block of columns to the next."""
     row_stride = 0 if x.kind == "tensor" else x.scale.stride(0)
-    column_stride = x.scale.stride(1) if x.kind in ("group", "block") else 0
+    column_stride = x.scale.stride(1) if x.kind in (*fp8.GROUP_KINDS, "block") else 0
     return row_stride, column_stride
 
 

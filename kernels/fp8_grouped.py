@@ -4,6 +4,7 @@
     tensorwise   e4m3    e5m2    a row                 the expert's matrix  arXiv 2209.05433
     rowwise      e4m3    e5m2    a row                 a row                torchao
     blockwise    e4m3    e4m3    1 x 128               128 x 128            DeepSeek-V3, arXiv 2412.19437, 3.3
+    mxfp8        e4m3    e4m3    1 x 32                1 x 32               arXiv 2506.08027
 
 y = x W^T and dx = dy W run in 8 bits. A token has separate scales, which travel with it wherever it is
 computed. dW = dy^T x stays in the dtype of x: it is a sum over an expert's tokens, which would have to share
@@ -44,6 +45,7 @@ RECIPES = {
     "tensorwise": Recipe("row", "matrix", E5M2),
     "rowwise": Recipe("row", "row", E5M2),
     "blockwise": Recipe("group", "block", E4M3),
+    "mxfp8": Recipe("mx", "mx", E4M3),
 }
 # M: as in grouped_gemm.TILE, by which row_tiles splits the rows. Two programs fit a processor: one runs the
 # prologue or epilogue of a tile, with few products, while the other multiplies

@@ -6,10 +6,11 @@ Everything else is as in kernels/linear.py: regions, recomputed inputs, accumula
     tensorwise   e4m3    e5m2    the tensor               the tensor   arXiv 2209.05433
     rowwise      e4m3    e5m2    a row of an operand      a row        torchao
     blockwise    e4m3    e4m3    1 x 128                  128 x 128    DeepSeek-V3, arXiv 2412.19437, 3.3
+    mxfp8        e4m3    e4m3    1 x 32, a power of two   1 x 32       arXiv 2506.08027; OCP Microscaling v1.0
 
 The products are y = x W^T, dx = dy W and dW = dy^T x. The rows of dW's operands run along the tokens: so a
 rowwise scale belongs to a feature over all tokens of the microbatch, a blockwise one to a feature over 128
-tokens.
+tokens, and one of mxfp8 to a feature over 32.
 
 Scales are computed from the tensor itself, just in time. A tensor that is sharded over ranks has the scales
 of the whole tensor: if a scale spans several shards, the ranks exchange their maxima (Fp8Scaling). A block
@@ -45,6 +46,7 @@ RECIPES = {
     "tensorwise": Recipe("tensor", "tensor", E5M2),
     "rowwise": Recipe("row", "row", E5M2),
     "blockwise": Recipe("group", "block", E4M3),
+    "mxfp8": Recipe("mx", "mx", E4M3),
 }
 # replaces the maxima in place by those over the ranks that hold the other shards
 Share = Callable[[Tensor], object]
@@ -75,7 +77,17 @@ def quantize_transposed(
     return quantize_operand(x.t(), kind, dtype, side, largest)
 
 
+class Products(NamedTuple):
+    """How the quantized matrices are multiplied: kernels/fp8_gemm.py has the arguments of both.
+
+    kernels/unproven/mx_gemm.py has other products.
+    """
+    product: Callable[[QuantizedMatrix, QuantizedMatrix, torch.dtype], Tensor]
+    write: Callable[[Tensor | None, QuantizedMatrix, QuantizedMatrix, torch.dtype, bool], Tensor]
+
+
 CASTS = Casts(matrix_of, find_maxima, quantize_operand, quantize_transposed, quantize_operand_pair)
+PRODUCTS = Products(scaled_product, write_scaled_product)
 Matrix = Any  # of a Casts; with CASTS a Tensor [t, n]
 
 
@@ -96,6 +108,7 @@ class Fp8Scaling:
     all_parts: Share | None = None
     together: WeightsTogether | None = None
     casts: Casts = CASTS
+    products: Products = PRODUCTS
 
     @property
     def activation_kind(self) -> str:
@@ -246,7 +259,8 @@ class _ScaledLinear(torch.autograd.Function):
             quantized_x = scaling.inputs(matrix, maxima)
             ctx.save_for_backward(maxima.columns, *args)
         quantized_weight = scaling.weight(weight)
-        y = scaled_product(quantized_x, quantized_weight.ahead, x.dtype).view(*gathered.shape[:-1], -1)
+        y = scaling.products.product(quantized_x, quantized_weight.ahead, x.dtype)
+        y = y.view(*gathered.shape[:-1], -1)
 
         ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
         ctx.region = region
@@ -267,7 +281,8 @@ class _ScaledLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             transposed_weight = scaling.weight(ctx.weight).back
-            dx = scaled_product(quantized_dy, transposed_weight, dy.dtype).view(*dy.shape[:-1], -1)
+            dx = scaling.products.product(quantized_dy, transposed_weight, dy.dtype)
+            dx = dx.view(*dy.shape[:-1], -1)
         wait_dx = start_reduce_grads(ctx.region, dx)
 
         if wait_x is not None:
@@ -280,7 +295,7 @@ class _ScaledLinear(torch.autograd.Function):
         dtype = dy.dtype  # a closure over dy would keep it alive until the W of a schedule
 
         def write_wgrad(into: Tensor | None, add: bool) -> Tensor:
-            return write_scaled_product(into, dy_by_token, x_by_token, dtype, add)
+            return scaling.products.write(into, dy_by_token, x_by_token, dtype, add)
         dw = accumulate_grad(ctx.weight, write_wgrad)
         db = None
         if ctx.bias is not None:

@@ -2,7 +2,7 @@
 and MLP, except in the first and last blocks."""
 import torch
 
-from config import Config, fp8_recipe, layer_in_fp8
+from config import Config, fp8_block, fp8_recipe, layer_in_fp8
 from kernels.grad import accumulation_dtype
 from parallel.tensor.layers import Fp8Recipe
 
@@ -32,4 +32,4 @@ def fp8_of_layer(cfg: Config, layer: int) -> Fp8Recipe | None:
     recipe = fp8_recipe(cfg.train)
     if recipe is None or not layer_in_fp8(cfg, layer):
         return None
-    return recipe, cfg.train.fp8_block
+    return recipe, fp8_block(cfg.train)

@@ -8,7 +8,7 @@ from torch import Tensor
 from config import Config
 from kernels.fp8_linear import RECIPES
 from kernels.swiglu import swiglu
-from kernels.unproven import fp8_formula, fp8_norm, fp8_rope, fp8_swiglu, head_norm, latent_heads
+from kernels.unproven import fp8_formula, fp8_norm, fp8_rope, fp8_swiglu, head_norm, latent_heads, mx_gemm
 from kernels.unproven.fp8_origin import Reader
 from model.attention import Attention
 from model.mla import MultiLatentAttention
@@ -21,6 +21,9 @@ from parallel.topology.mesh import Mesh
 
 if TYPE_CHECKING:
     from model.block import TransformerBlock
+
+
+PRODUCTS = {"mxfp8": mx_gemm.PRODUCTS}  # {recipe of kernels/fp8_linear.py: its products}
 
 
 def use_unproven(block: "TransformerBlock", cfg: Config, mesh: Mesh, layer: int) -> None:
@@ -62,7 +65,8 @@ def leave_results_to_fp8(
     """
     for linear in block.modules():
         if isinstance(linear, (ColumnLinear, RowLinear)) and linear.scaling is not None:
-            linear.scaling = replace(linear.scaling, casts=fp8_formula.CASTS)
+            products = PRODUCTS.get(linear.scaling.recipe, linear.scaling.products)
+            linear.scaling = replace(linear.scaling, casts=fp8_formula.CASTS, products=products)
 
     # norms
     add_norm = partial(fp8_norm.add_norm, reader=reader)

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from config import (
+    FP8_SIDES,
     MAX_LOSS_SCALE,
     OPTIMIZERS,
     Config,
     comma_separated,
     divisors,
+    fp8_block,
     fp8_recipe,
     layer_kinds,
     layer_models,
@@ -301,9 +303,9 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "train.fp8_keep", range((layers + 1) // 2))
 
     yield Rule(
-        not isinstance(model.mlp, ExpertsConfig) or parallel.etp == 1 or recipe == "blockwise",
+        not isinstance(model.mlp, ExpertsConfig) or parallel.etp == 1 or recipe in FP8_SIDES,
         f"parallel.etp: {parallel.etp} ranks share an expert, and a {recipe} scale would cover all of them; "
-        "use train.fp8 blockwise, or parallel.ep")
+        f"use train.fp8 {' or '.join(FP8_SIDES)}, or parallel.ep")
     kv = model.mixer.heads_over_tp().get("kv_heads", parallel.tp)
     yield Rule(
         kv % parallel.tp == 0,
@@ -316,15 +318,22 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
 def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
     """Check that features and tokens are multiples of the scale block, or of the hardware's unit."""
     train, parallel = cfg.train, cfg.parallel
-    blockwise = recipe == "blockwise"
+    has_blocks = recipe in FP8_SIDES
     proof = train.dtype == "fp64"  # hardware limits do not apply
-    block = train.fp8_block
+    block = fp8_block(train)
     yield Rule(
-        not blockwise or proof or (block >= 16 and block & block - 1 == 0),
+        recipe != "mxfp8" or proof or block == FP8_SIDES["mxfp8"],
+        f"train.fp8_block: {block} is not the block of mxfp8, whose format fixes {FP8_SIDES['mxfp8']}; "
+        "leave it out")
+    yield Rule(
+        not has_blocks or proof or (block >= 16 and block & block - 1 == 0),
         f"train.fp8_block: {block} must be a power of two, at least 16", "train.fp8_block", FP8_BLOCKS)
 
-    if blockwise:
+    can_choose_block = has_blocks and (recipe != "mxfp8" or proof)
+    if can_choose_block:
         unit, unit_text = block, f"train.fp8_block={block}"
+    elif has_blocks:
+        unit, unit_text = block, f"{block}, the block of {recipe}"
     else:
         unit = 1 if proof else FP8_UNIT
         unit_text = f"{unit}, as fp8 products require"
@@ -336,17 +345,18 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
             features % (degree * unit) == 0,
             f"train.dtype: {features}{shards} features of {key} are not a multiple of {unit_text}; "
             "change it, or use bf16",
-            keys="train.fp8_block" if blockwise else f"parallel.{degree_name}",
-            values=FP8_BLOCKS if blockwise else divisors(degree))
+            keys="train.fp8_block" if can_choose_block else f"parallel.{degree_name}",
+            values=FP8_BLOCKS if can_choose_block else divisors(degree))
 
-    if blockwise:
+    if has_blocks:
         chunks = 2 * parallel.cp if parallel.cp > 1 else 1
         chunks_text = f" / {chunks} chunks of cp {parallel.cp}" if chunks > 1 else ""
         yield Rule(
             train.seq_len % (chunks * unit) == 0,
             f"train.seq_len: {train.seq_len}{chunks_text} is not a multiple of {unit_text}, "
             "by which weight gradients are quantized",
-            "train.fp8_block", FP8_BLOCKS)
+            keys="train.fp8_block" if can_choose_block else "train.seq_len",
+            values=FP8_BLOCKS if can_choose_block else nearby_multiples(train.seq_len, chunks * unit))
     else:
         tokens = train.micro_batch * train.seq_len // parallel.cp
         yield Rule(

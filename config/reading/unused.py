@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from config import (
+    FP8_SIDES,
     OPTIMIZERS,
     Config,
     ConfigError,
@@ -129,8 +130,8 @@ TABLE = (
     UnusedKeys(
         section="train",
         keys="fp8_block",
-        when=lambda cfg, _: fp8_recipe(cfg.train) != "blockwise",
-        why="is the block of train.fp8 blockwise, which is not selected",
+        when=lambda cfg, _: fp8_recipe(cfg.train) not in FP8_SIDES,
+        why=f"is the block of train.fp8 {' or '.join(FP8_SIDES)}, which is not selected",
         remedy="set that, or leave it out",
         note="one script, every granularity of scales",
     ),

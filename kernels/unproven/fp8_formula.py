@@ -20,7 +20,9 @@ from torch import Tensor
 from kernels import fp8
 from kernels.fp8 import (
     BLOCK_SIDE,
+    GROUP_KINDS,
     PAIR,
+    SHARED_KINDS,
     STRIP,
     Maxima,
     Quantized,
@@ -53,7 +55,7 @@ def find_origin_maxima(x: Origin, kind: str, *, both: bool) -> Maxima:
     if x.is_written:
         return find_maxima(written(x), kind, both=both)
     launch = launch_rope_maxima if x.formula == "rope_backward" else launch_formula_maxima
-    return launch(x, kind) if kind in ("tensor", "row") else Maxima()
+    return launch(x, kind) if kind in SHARED_KINDS else Maxima()
 
 
 def quantize_origin(
@@ -208,7 +210,7 @@ def formula_cast_kernel(
             rows, half * n + columns, m, HALVES * n, (half + 1) * n, matrix, parts,
             down, half * tiles_across + across, tl.num_programs(0), HALVES * tiles_across,
             KIND=KIND,
-            GIVEN=KIND != "group",
+            GIVEN=KIND == "tensor" or KIND == "row",
             AHEAD=AHEAD,
             BACK=BACK,
             FLOOR=FLOOR,
@@ -259,7 +261,7 @@ def launch_formula_cast(
     """Run fp8.launch_cast on an unwritten result."""
     m, n = x.shape
     operands = get_operands(x)
-    rows, columns = (side, side) if kind == "group" else PAIR
+    rows, columns = (side, side) if kind in GROUP_KINDS else PAIR
     quantized, transposed, maxima, parts = before_cast(
         operands.x, (1, m, n), kind, dtype, side, maxima, ahead=ahead, back=back
     )

@@ -68,7 +68,7 @@ def deferred_kernel(
         tl.store(SCALE + rows, scale, rows < n)
         if LAYER:
             tl.store(MEAN + rows, mean, rows < n)
-        if KIND != "group":
+        if KIND == "tensor" or KIND == "row":
             y = normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER=LAYER)
             largest = add_maxima(largest, y.to(X.dtype.element_ty), OF_ROWS, rows, inside, n, KIND=KIND)
     store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND=KIND)

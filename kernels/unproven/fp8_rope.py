@@ -6,7 +6,7 @@ from where attention wrote the three, tile by tile, with the bits of kernels/rop
 
 Its tiles are halves of heads, left and right: each pair of channels is rotated once, and a program, which
 processes several heads of the same tokens, loads their angles once. A scale per group would need both halves
-before they are cast: for blockwise scales the gradient is written.
+before they are cast: for blockwise and mxfp8 scales the gradient is written.
 """
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels import fp8
 from kernels.fp8 import (
     PAIR,
+    SHARED_KINDS,
     STRIP,
     Maxima,
     Quantized,
@@ -49,7 +50,7 @@ def split_heads_and_apply_rope(
 def computes_gradient(reader: Reader, dq: Tensor, dk: Tensor, dv: Tensor) -> bool:
     """Whether the casts of a linear can compute the gradient of its result from these [b, s, heads, d]."""
     are_alike = all(x.stride(-1) == 1 and x.dtype == dq.dtype for x in (dq, dk, dv))
-    return reader.kind in ("tensor", "row") and are_alike and reader.takes(dq, dk, dv)
+    return reader.kind in SHARED_KINDS and are_alike and reader.takes(dq, dk, dv)
 
 
 def deferred_gradient(
@@ -265,7 +266,7 @@ def launch_rope_cast(
     back: bool = True,
 ) -> tuple[Quantized, Quantized]:
     """Run fp8.launch_cast on the gradient."""
-    assert kind in ("tensor", "row"), "the gradient is written for other scales"
+    assert kind in SHARED_KINDS, "the gradient is written for other scales"
     m, n = x.shape
     dq, dk, *_ = operands(x)
     rows = PAIR[0]

@@ -3,6 +3,7 @@ formulas `swiglu` and `swiglu_backward`."""
 import torch
 from torch import Tensor
 
+from kernels.fp8 import GROUP_KINDS
 from kernels.swiglu import swiglu as written_swiglu
 from kernels.triton_ import kernels_run_on
 from kernels.unproven.fp8_origin import Origin, Reader, deferred_tensor
@@ -20,7 +21,7 @@ def swiglu(gate_up: Tensor, compiled: bool = False, *, reader: Reader) -> Tensor
 
 def halves_are_apart(gate_up: Tensor, reader: Reader) -> bool:
     """Whether no group of columns that share a scale contains elements of both gate and up."""
-    return reader.kind != "group" or gate_up.shape[-1] // 2 % reader.side == 0
+    return reader.kind not in GROUP_KINDS or gate_up.shape[-1] // 2 % reader.side == 0
 
 
 class _DeferredSwiGLU(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kernels.cross_entropy import Merge
 from kernels.embedding import embedding
+from kernels.fp8 import SHARED_KINDS
 from kernels.fp8_linear import RECIPES, Fp8Scaling, own_maxima, scaled_linear
 from kernels.fp8_weight import WeightsTogether
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
@@ -83,9 +84,11 @@ def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
     for layer in module.modules():
         if not isinstance(layer, (ColumnLinear, RowLinear)):
             continue
-        if layer.scaling is None or layer.scaling.recipe == "blockwise":
+        if layer.scaling is None:
             continue
         kind = RECIPES[layer.scaling.recipe].weight_kind
+        if kind not in SHARED_KINDS:
+            continue
         divides_outputs = isinstance(layer, ColumnLinear)
         together.add(layer.weight, partial(own_maxima, layer.weight, kind, divides_outputs))
         layer.scaling = replace(layer.scaling, together=together)

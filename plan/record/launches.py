@@ -12,7 +12,6 @@ launch by launch.
 
 import contextlib
 import functools
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +29,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import kernels
 from kernels import attention, attention_cudnn, attention_libraries, grouped_library, linear, triton_
 from parallel.sharding import spec
 from plan.record.events import Event, HostRead, OpBegins, OpEnds
@@ -351,9 +349,9 @@ def fresh_caches() -> Iterator[None]:
     """Clear what kernel modules cache about a device, before and after."""
 
     def forget() -> None:
-        for module in pkgutil.iter_modules(kernels.__path__):
-            loaded = sys.modules.get(f"kernels.{module.name}")
-            for value in vars(loaded).values() if loaded else ():
+        loaded = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
+        for module in loaded:
+            for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
 

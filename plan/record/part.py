@@ -47,6 +47,7 @@ from plan.record.launches import (
     simulated_gpu,
     without_initial_weights,
 )
+from plan.record.rates import NO_FASTER
 from plan.record.role import microbatch
 from plan.record.wire import RecordingWire
 from plan.record.work import BACKWARD, FORWARD, Facts, judge
@@ -432,7 +433,7 @@ def get_amount(launch: Launch, facts: Facts) -> Amount:
     flops = {}
     if judged.part in (FORWARD, BACKWARD) or launch.file in ATTENTION_FILES:
         flops["attention"] = judged.flops
-    elif judged.rate is not None and "fp8" in judged.rate:
+    elif judged.rate is not None and "fp8" in judged.rate and judged.rate not in NO_FASTER:
         flops["products8"] = judged.flops
     else:
         flops["products"] = judged.flops

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.fp8 import MX_SIDE
 from plan.record.launches import OUTSIDE, Launch, RecordedTensor
 
 # Parts of a step, in the order of the tables.
@@ -365,6 +366,8 @@ def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
     if launch.is_triton and arguments.get("GATHER"):
         return "products", "own gathered"
     if launch.is_triton:
+        if rate == "own fp8" and arguments["BY_STEP"] and arguments["K"] == MX_SIDE:
+            rate = "own fp8, every 32"
         return ("weight gradients" if arguments["Y"].dtype == torch.float32 else "products"), rate
 
     first = 1 if "addmm" in launch.kernel or launch.kernel == "aten.baddbmm" else 0
@@ -375,6 +378,7 @@ def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
     if launch.file in ROUTER_FILES:
         return "router", rate
     if dtype in FP8:
-        has_fast_sum = bool(arguments["numbers"].get("use_fast_accum"))
+        is_mx = any(tensor.dtype == torch.float8_e8m0fnu for tensor in arguments["in"])  # by its scales
+        has_fast_sum = is_mx or bool(arguments["numbers"].get("use_fast_accum"))
         rate = "library fp8" if has_fast_sum else "library fp8, exact sums"
     return ("weight gradients" if out == torch.float32 else "products"), rate

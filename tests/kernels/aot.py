@@ -232,11 +232,12 @@ def eight_bits(a: str, b: str, gradient: bool, grouped: bool) -> tuple[dict, dic
 
     gradient: A is one, in E5M2 unless its scales are those of groups.
     """
-    size, side = 256, fp8.BLOCK_SIDE
+    size, side = 256, fp8.MX_SIDE if a == "mx" else fp8.BLOCK_SIDE
     dtype = fp8.E5M2 if gradient and a == "row" else fp8.E4M3
     scales = {
         "row": torch.empty(size, 1),
         "group": torch.empty(size // side, size).t(),
+        "mx": torch.empty(size // side, size).t(),
         "block": torch.empty(size // side, size // side),
         "matrix": torch.empty(1, 1),
     }
@@ -563,6 +564,8 @@ CASES = {
     "fp8_group_pair": cast("group", 128, 128, back=True),
     "fp8_group_back": cast("group", 128, 128, ahead=False, back=True),
     "fp8_block_pair": cast("block", 128, 128, back=True),
+    "fp8_mx": cast("mx", 128, 32),
+    "fp8_mx_pair": cast("mx", 32, 32, back=True),
     "fp8_maxima": Case(
         fp8.maxima_kernel,
         {"ROWS": fp8.STRIP, "COLUMNS": fp8.BLOCK_SIDE, "num_warps": 8},
@@ -571,8 +574,11 @@ CASES = {
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
     "scaled_block": scaled("group", "block", add=False),
     "scaled_group_add": scaled("group", "group", add=True),
+    "scaled_mx": scaled("mx", "mx", add=False),
+    "scaled_mx_add": scaled("mx", "mx", add=True),
     "scaled_row_add_e5m2": scaled("row", "row", add=True),
     "scaled_grouped_block": scaled_grouped("group", "block", gradient=False),
+    "scaled_grouped_mx": scaled_grouped("mx", "mx", gradient=False),
     "scaled_grouped_row": scaled_grouped("row", "row", gradient=False),
     "scaled_grouped_row_e5m2": scaled_grouped("row", "row", gradient=True),
     "scaled_grouped_matrix": scaled_grouped("row", "matrix", gradient=False),

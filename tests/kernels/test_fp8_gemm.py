@@ -5,10 +5,10 @@ import torch
 from training import BF16, START, bound
 
 from kernels import fp8_gemm
-from kernels.fp8 import BLOCK_SIDE, E4M3, E5M2
+from kernels.fp8 import BLOCK_SIDE, E4M3, E5M2, GROUP_KINDS, MX_SIDE
 from kernels.fp8_gemm import quantize_operand, scaled_product, write_scaled_product
 
-PAIRS = [("group", "block"), ("group", "group"), ("row", "row"), ("tensor", "tensor")]
+PAIRS = [("group", "block"), ("group", "group"), ("mx", "mx"), ("row", "row"), ("tensor", "tensor")]
 
 
 def operands(m, n, k, kinds, dtype=E4M3, side=32, device="cpu"):
@@ -51,8 +51,8 @@ def sum_bound(a):
     columns that the tensor cores sum before fp32 does may cut 2^-13.
     """
     columns = a.q.shape[1]
-    if a.kind == "group":
-        step = fp8_gemm.STEP
+    if a.kind in GROUP_KINDS:
+        step = a.side
     else:
         step = columns if fp8_gemm.takes_fast_accumulation(a) else fp8_gemm.EXACT
     return min(columns, step) / 32 * 2.0**-13
@@ -60,14 +60,14 @@ def sum_bound(a):
 
 @pytest.mark.slow(every=4)
 @pytest.mark.gpu("fp8_gemm.scaled_kernel")
-@pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("group", "block")])
+@pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("group", "block"), ("mx", "mx")])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("add", [False, True])
 def test_at_training_sizes(training, kinds, dtype, add):
     """Beside the product of the numbers that the operands stand for. add: to fp32, as a weight gradient."""
     sizes = (training.tokens, training.inner), (training.ffn, training.inner)
     a, b = (
-        quantize_operand(training.randn(*size), kind, bits, BLOCK_SIDE)
+        quantize_operand(training.randn(*size), kind, bits, MX_SIDE if kind == "mx" else BLOCK_SIDE)
         for size, kind, bits in zip(sizes, kinds, (dtype, E4M3))
     )
 
@@ -97,7 +97,13 @@ def test_one_scale_a_tile_of_rows(small_products):
 
 
 @pytest.mark.parametrize(
-    "kinds, bound", [(("group", "block"), 0.04), (("row", "row"), 0.04), (("tensor", "tensor"), 0.05)]
+    "kinds, bound",
+    [
+        (("group", "block"), 0.04),
+        (("mx", "mx"), 0.04),
+        (("row", "row"), 0.04),
+        (("tensor", "tensor"), 0.05),
+    ],
 )
 def test_definition_is_near_the_exact_product(kinds, bound):
     (x, w), (a, b) = operands(64, 48, 128, kinds)

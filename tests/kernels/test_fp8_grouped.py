@@ -83,7 +83,7 @@ def test_a_tokens_result_depends_on_no_other(recipe):
         close(got[1], dx[keep])
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_one_expert_is_a_linear(recipe):
     """kernels/fp8_linear.py has the same scales for y and dx; its dW is in 8 bits."""
     x, weight, dy = case((32,), dtype=torch.float64)

@@ -71,6 +71,7 @@ LAUNCHES = {
     "tensorwise": {"largest_kernel": 2, "cast_kernel": 2},  # x, dy
     "rowwise": {"maxima_kernel": 2, "cast_kernel": 2},
     "blockwise": {"cast_kernel": 2},
+    "mxfp8": {"cast_kernel": 2},
 }
 
 

@@ -3,7 +3,10 @@ import math
 import re
 from typing import NamedTuple
 
-from config import Config, ConfigError, ModelConfig, NoPart, layer_in_fp8, layer_model
+import torch
+
+from config import Config, ConfigError, ModelConfig, NoPart, fp8_recipe, layer_in_fp8, layer_model
+from kernels.fp8_linear import RECIPES
 from lab.proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
 from lab.proof.precision.paper import MUON_SLOPE
 from model.router import mixture
@@ -13,6 +16,7 @@ CONV = 4  # sums over four tokens, before SiLU
 UNIT_LENGTH = 2  # the sum of squares and its root
 DELTA_STATE = 9  # a decay's logarithm, decay, pairs, times beta, solved, taken, written, decayed query, sum
 NORM = 2  # the root mean square and the product with it
+UNIT_OF_8_BITS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -122,7 +126,8 @@ def rounding_squares(cfg: Config, layer: int) -> float:
 def gradient_error(cfg: Config) -> float:
     """Return E, the relative error of one process's gradients against exact arithmetic."""
     ends = ENDS * UNIT[cfg.train.dtype] ** 2
-    output_grad = E4M3 if cfg.train.fp8 == "blockwise" else E5M2
+    recipe = fp8_recipe(cfg.train)
+    output_grad = UNIT_OF_8_BITS[RECIPES[recipe].gradient_dtype] if recipe else 0.0
     forward: list[float] = []
     backward = ends
     for layer in range(cfg.model.layers):

@@ -46,10 +46,12 @@ EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, train.fp8 and model.mtp
     {"compress_weights": "fp8"},
     {"fp8": "rowwise"},
     {"fp8": "blockwise"},
+    {"fp8": "mxfp8"},
     {"recompute": "selective"},
     {"recompute": "full"},
     {"mtp": MTPConfig()},
 )
+BLOCKS = {"blockwise": 16}  # {train.fp8: the side of its blocks, if the format leaves it free}
 PREFIXES = {  # put before the value of a key in the name of a cell
     "schedule": "",
     "cp_kind": "",
@@ -83,7 +85,7 @@ class Cell:
         return replace(
             cfg,
             model=cfg.model if mtp is None else replace(cfg.model, mtp=mtp),
-            train=replace(cfg.train, fp8=fp8),
+            train=replace(cfg.train, fp8=fp8, fp8_block=BLOCKS.get(fp8)),
             parallel=replace(cfg.parallel, zero=self.zero, **keys),
         )
 

@@ -35,7 +35,6 @@ SETTINGS = {
     "train.loss_scale": 2.0**24,
     "train.loss_scale_window": 2,
     "train.threads": 1,
-    "train.fp8_block": 16,
     "optim.warmup": 0,
     "optim.decay": "constant",
     "optim.clip": 0.5,
