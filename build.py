@@ -180,6 +180,7 @@ def build_run(
     ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
     spikes = SpikeState(cfg.optim, device, mesh.world)
     beside = extras_of_step(cfg, made.buckets, mesh, spikes)
+    extras = Extras([*bounded_rows(cfg, stages, made.buckets, mesh, device), *beside.extras])
 
     return TrainingRun(
         cfg=cfg,
@@ -198,7 +199,7 @@ def build_run(
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
         spikes=spikes,
-        extras=beside.extras,
+        extras=extras,
         noise_scale=beside.noise_scale,
         ema=beside.ema,
         recording=make_recording(pipeline, device, made.buckets) if cfg.train.cuda_graphs else None,
@@ -241,6 +242,18 @@ def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: Spike
         ema = WeightEMA(cfg.train.ema, buckets, mesh)
         extras.append(ema)
     return StepExtras(Extras(extras), noise_scale, ema)
+
+
+def bounded_rows(
+    cfg: Config, stages: dict[int, PipelineStage], buckets: list[Bucket], mesh: Mesh, device: torch.device
+) -> list[Extra]:
+    """Create the extra of parallel.ep_bound, if experts are on several ranks."""
+    bound = cfg.parallel.ep_bound
+    if bound is None or mesh.ep_etp.size == 1:
+        return []
+    from model.bounded_rows import BoundedRows
+
+    return [BoundedRows(bound, stages.values(), buckets, mesh, device)]
 
 
 def extras_of_loop(

@@ -71,7 +71,7 @@ if TYPE_CHECKING:  # a run without them loads neither
 
 def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> StepResult:
     """Run optimizer step number `step` (from 1) on this rank's microbatches, without waiting for the device
-    (recomputed steps wait: durable/rerun.py).
+    (steps that may be recomputed wait: durable/rerun.py, model/bounded_rows.py).
 
     The update is skipped if the step is not finite, if it is a spike, or if no target of the batch counts.
     """
@@ -97,8 +97,8 @@ def compute_gradients(run: TrainingRun, step: int, microbatches: list[Microbatch
     local_microbatches = shard_microbatches(run, microbatches)
     num_targets = count_targets(local_microbatches, run.mesh)
     token_scale = scale / num_targets.clamp(min=1)  # sums over microbatches and ranks are then the mean
-    loss = forward_backward(run, local_microbatches, token_scale) / scale
-    finish_grad_reductions(run.buckets, run.mesh)
+    compute = partial(forward_backward, run, local_microbatches, token_scale)
+    loss = run.extras.around_gradients(run, step, compute) / scale
     run.extras.gradients_ready(run, step)
     has_experts = mixture(run.cfg.model) is not None
     norm = grad_norm(run.buckets, run.mesh, has_experts=has_experts) / scale
@@ -128,7 +128,7 @@ def count_targets(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
 
 
 def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
-    """Compute the gradients of the step and start their reduction over ranks.
+    """Compute the gradients of the step, summed over ranks: the backward starts their reductions.
 
     Returns the loss times token_scale, summed over all tokens.
     """
@@ -137,7 +137,9 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     if run.routers.layers:
         run.routers.start_step()
     pipeline = run.recording or run.pipeline
-    return pipeline.run(run.schedules[len(microbatches)], microbatches, token_scale)
+    loss = pipeline.run(run.schedules[len(microbatches)], microbatches, token_scale)
+    finish_grad_reductions(run.buckets, run.mesh)
+    return loss
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------

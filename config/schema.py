@@ -16,7 +16,7 @@ from config.optimizers import OPTIMIZERS
 from config.pattern import BlockVariant, kinds_of_layers
 from config.rule import Rule
 from config.strict import ConfigError
-from config.tree import BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
+from config.tree import AtLeastOne, BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
 
 MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py)
 FP8_SIDES = {"blockwise": 128, "mxfp8": 32}  # {train.fp8 with a scale per block: side of a block}
@@ -258,6 +258,9 @@ class ParallelConfig:
     etp: Count = 1  # expert-tensor-parallel degree: number of ranks that share the inner width of each expert
     ep_chunks: Count = 1  # chunks in which rows are sent to the experts and back, overlapped with the
     #   products of other chunks (arXiv 2206.03382); each has a share of the experts of every rank
+    ep_bound: AtLeastOne | None = None  # each rank sends this multiple of the mean number of rows to every
+    #   rank of experts, so the host reads no counts; a step with more rows is computed again, exactly; none:
+    #   what is routed is sent
     dp_rep: Count = 1  # number of replicas of the ZeRO shard group (HSDP)
     zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard (arXiv 1910.02054): 1 optimizer state, 2
     #   also gradients, 3 also weights

@@ -27,6 +27,7 @@ class Range:
 
 ABOVE_ZERO = Range("must be above 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0)
+AT_LEAST_ONE = Range("must be at least 1", lambda value: value >= 1)
 BELOW_ONE = Range("must lie in [0, 1)", lambda value: 0 <= value < 1)
 SHARE = Range("must lie in [0, 1]", lambda value: 0 <= value <= 1)
 PORTION = Range("must lie in (0, 1]", lambda value: 0 < value <= 1)
@@ -36,6 +37,7 @@ Count = Annotated[int, ABOVE_ZERO]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
 Positive = Annotated[float, ABOVE_ZERO]
 NotNegative = Annotated[float, NOT_NEGATIVE]
+AtLeastOne = Annotated[float, AT_LEAST_ONE]
 BelowOne = Annotated[float, BELOW_ONE]
 Share = Annotated[float, SHARE]
 Portion = Annotated[float, PORTION]

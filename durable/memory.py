@@ -86,6 +86,7 @@ NOT_LAYOUT = (
     "async_tp",
     "cp_kind",
     "ep_chunks",
+    "ep_bound",
     "offload",
 )
 SAVE_ID = re.compile(r"[0-9a-f]{32}")

@@ -31,7 +31,7 @@ from torch import Tensor
 from config import TrainConfig, is_due
 from parallel.extras import Gradients, StepExtra
 from parallel.microbatch import Microbatch
-from parallel.sharding.bucket import Bucket, wait_param_gathers
+from parallel.sharding.bucket import Bucket, get_compression, restore_compression, wait_param_gathers
 from parallel.sharding.powersgd import CompressionState
 from parallel.sharding.replicas import get_name
 from parallel.topology.mesh import Mesh
@@ -71,8 +71,7 @@ class StepRecorder(StepExtra):
         if not self.suspects and not is_due(self.every, step):
             return
         if not self.begun_with:  # the first computation
-            compressions = [bucket.grads.powersgd for bucket in self.buckets]
-            self.begun_with = [None if one is None else one.state() for one in compressions]
+            self.begun_with = get_compression(self.buckets)
         wait_param_gathers(self.buckets)
         for bucket in self.buckets:
             bucket.weights.drop_quantized()
@@ -110,9 +109,7 @@ class StepRecorder(StepExtra):
 
     def restore(self) -> None:
         """Restore the state from before the step."""
-        for bucket, state in zip(self.buckets, self.begun_with):
-            if bucket.grads.powersgd is not None and state is not None:
-                bucket.grads.powersgd.restore(state)
+        restore_compression(self.buckets, self.begun_with)
 
     def forget(self) -> None:
         """Drop the records once the step will not be recomputed."""

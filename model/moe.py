@@ -15,7 +15,8 @@ from kernels.permute import RowOrder, permute, unpermute
 from model.init import residual_std
 from model.mlp import MLP
 from model.precision import fp8_of_layer
-from model.router import Router, RouterInputs
+from model.router import ROUTER_STATS, Router, RouterInputs
+from parallel.expert.bounded import plan_bounded_dispatch
 from parallel.expert.dispatch import Combine, Dispatch, DispatchPlan, ExpertRows, plan_dispatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -42,6 +43,8 @@ class MoE(nn.Module):
         self.has_capacity = experts.capacity is not None
         self.pad_to_capacity = self.has_capacity and experts.capacity.pad
         self.token_shards = mesh.tp_cp.size  # per sequence
+        self.row_bound = cfg.parallel.ep_bound if mesh.ep_etp.size > 1 else None
+        self.is_bounded = self.row_bound is not None  # False while a step is computed again
 
         # construction order = order in the bucket
         self.shared_gate = SharedExpertGate(cfg, layer) if experts.shared and experts.shared.gate else None
@@ -58,6 +61,8 @@ class MoE(nn.Module):
         # dispatch, overlapped with the shared experts up to their last product
         probs = probs.flatten(0, 1)  # [t, k]
         plan = self.plan_dispatch(index, router_inputs is not None)
+        if stats is not None and plan.num_over is not None:
+            stats[self.num_experts + ROUTER_STATS.index("dropped")] += plan.num_over
         dispatch = Dispatch(routed.flatten(0, 1), probs, plan, self.experts.late_grads)
         shared_activation = None
         if self.shared_experts is not None:
@@ -83,8 +88,17 @@ class MoE(nn.Module):
         """Plan which rows go to which rank. index [b, s/cp/tp, k] holds the experts of the routed tokens.
 
         Only training drops tokens and pads to the capacity, so that each rank sends every expert equally many
-        rows.
+        rows; and only training bounds the rows between two ranks.
         """
+        if self.row_bound is not None and self.is_bounded and is_training:
+            return plan_bounded_dispatch(
+                index.flatten(0, 1),
+                self.num_experts,
+                self.ep_etp,
+                self.etp,
+                bound=self.row_bound,
+                num_chunks=self.num_chunks,
+            )
         capacity = None
         if self.pad_to_capacity and is_training:
             b, s, _ = index.shape

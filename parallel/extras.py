@@ -10,6 +10,7 @@ This file lives in the lowest package that uses tensors, so that optim/, checkpo
 define their own hooks.
 """
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -86,6 +87,11 @@ class StepExtra(Extra):
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         """Called before the forward, and again each time the step is recomputed."""
 
+    def around_gradients(self, run: Any, step: int, compute: Callable[[], Tensor]) -> Tensor:
+        """Called around forward, backward and the reduction of the gradients. Return the loss of `compute`,
+        which does all of it, and may be called twice: the gradients are then those of the last call."""
+        return compute()
+
     def gradients_ready(self, run: Any, step: int) -> None:
         """Called after the gradients are reduced, before their norm; again for each recomputation."""
 
@@ -155,6 +161,11 @@ class Extras(tuple[Extra, ...]):
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         for extra in self.in_step:
             extra.before_gradients(run, step, batches)
+
+    def around_gradients(self, run: Any, step: int, compute: Callable[[], Tensor]) -> Tensor:
+        for extra in self.in_step:
+            compute = partial(extra.around_gradients, run, step, compute)
+        return compute()
 
     def gradients_ready(self, run: Any, step: int) -> None:
         for extra in self.in_step:

@@ -25,6 +25,7 @@ is recorded (plan/parts.py); this file adds the communication of sharding, the p
     context, ulysses  4 Q + 4 K per layer and microbatch; Q: bytes of a rank's queries
     experts           4 k etp A / tp, and counts, per MoE layer and microbatch; 2 A over tp without sp
     + ep_chunks       the same bytes, with the row exchanges split into that many messages
+    + ep_bound        ep_bound times the bytes; a step that is computed again is not counted
     recompute full    repeats the communication of a block's forward, except for its last sum if nothing after
                       it is kept
     recompute norm    with sp, 2 more all-gathers A per block and microbatch
@@ -43,7 +44,7 @@ from parallel.pipeline.schedule import Op, StagePlacement
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire.compress import CODECS, SCALE_BYTES
 from plan.buckets import BucketsOfParts, PlannedBucket, buckets, unique_buckets
-from plan.job import Job
+from plan.job import Job, has_row_bound
 from plan.parts import records_of_stage
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)
@@ -118,7 +119,7 @@ def step_bytes(job: Job) -> Ledger:
 
 
 def add_scalars(ledger: StepLedger) -> None:
-    """Add the loss, the gradient norm, and the router statistics."""
+    """Add the loss, the gradient norm, the router statistics, and rows over a bound."""
     cfg = ledger.job.cfg
     model = cfg.model
     groups = ["dp_cp", "pp", "model_parallel"]  # the loss is summed over the first two; the norm
@@ -137,6 +138,8 @@ def add_scalars(ledger: StepLedger) -> None:
         mixtures = sum(has_experts(model, layer) for layer in layers)
         statistics = mixtures * (experts.experts + len(ROUTER_STATS))
         ledger.add("world", "all_reduce", statistics * COUNTER_BYTES)
+    if has_row_bound(ledger.job):
+        ledger.add("world", "all_reduce", COUNTER_BYTES)
 
 
 def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:

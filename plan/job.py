@@ -66,6 +66,12 @@ class Job:
         return self.layout.place(self.rank, *sharding_axes(expert))
 
 
+def has_row_bound(job: Job) -> bool:
+    """Return whether a step may be computed again since rows are over parallel.ep_bound."""
+    parallel = job.cfg.parallel
+    return parallel.ep_bound is not None and parallel.ep * parallel.etp > 1
+
+
 def sharding_axes(expert: bool) -> tuple[str, ...]:
     return GROUP_AXES["expert_fsdp" if expert else "fsdp"]
 

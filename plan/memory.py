@@ -26,7 +26,7 @@ from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
 from plan.buckets import PlannedBucket, buckets, unique_buckets
 from plan.bytes import boundary_bytes, shared_key_bytes
-from plan.job import Job
+from plan.job import Job, has_row_bound
 from plan.parts import records_of_stage
 from plan.record.part import PartRecord
 
@@ -134,11 +134,13 @@ def passing_bytes(job: Job) -> int:
 
 
 def rerun_bytes(job: Job) -> int:
-    """Return the bytes of the copy of PowerSGD's errors, if a step may be rerun (durable/rerun.py)."""
+    """Return the bytes of the copies of PowerSGD's errors, if a step may be computed again
+    (durable/rerun.py, model/bounded_rows.py)."""
     train = job.cfg.train
-    if train.rerun_every is None and not train.rerun_suspects:
+    copies = (train.rerun_every is not None or train.rerun_suspects) + has_row_bound(job)
+    if not copies:
         return 0
-    return accumulation_bytes(train.dtype) * powersgd_errors(job, unique_buckets(buckets(job)))
+    return copies * accumulation_bytes(train.dtype) * powersgd_errors(job, unique_buckets(buckets(job)))
 
 
 def quantized_weight_bytes(job: Job) -> int:
@@ -218,8 +220,8 @@ def peak_activation_bytes(job: Job) -> int:
 def sum_activations(records: tuple[PartRecord, ...], keys: int = 0) -> StageActivations:
     """Sum up a stage from the records of its parts.
 
-    `keys` are the bytes of the keys that it shares with earlier stages. Their gradients, just as large, are held
-    through its backward.
+    `keys` are the bytes of the keys that it shares with earlier stages. Their gradients, just as large, are
+    held through its backward.
     """
     shared = max(record.context for record in records) + keys
 

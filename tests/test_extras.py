@@ -25,7 +25,10 @@ ON_DEMAND = {
     "parallel.pipeline.graphs": "--train.cuda_graphs true", "runtime.profile": "--profile.steps 1",
     "durable.rerun": "--train.rerun_every 1",
 }
-NEVER_HERE = {"durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow"}
+NEVER_HERE = {
+    "durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow",
+    "model.bounded_rows",
+}
 PROGRAM = """
 import json, sys, train
 code = train.main(sys.argv[2:])

@@ -246,6 +246,7 @@ CHANGES = {  # of keys that change nothing of what a rank holds: (layout, both t
     "async_tp": ("tp2 pp2", "--parallel.sp true", "", "--parallel.async_tp true"),
     "cp_kind": ("cp2", "", "", "--parallel.cp_kind ulysses"),
     "ep_chunks": ("dp2 zero1", f"{MIXTURE} --parallel.ep 2", "", "--parallel.ep_chunks 2"),
+    "ep_bound": ("dp2 zero1", f"{MIXTURE} --parallel.ep 2", "", "--parallel.ep_bound 1.25"),
     "offload": ("dp2 zero1", "--train.ema 0.9", "--parallel.offload both", "--parallel.offload none"),
     "timeout_s": ("dp2 zero0", "", "", "--parallel.timeout_s 200"),
     "elastic": ("dp2 zero0", "", "", "--parallel.elastic true"),

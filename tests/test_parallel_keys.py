@@ -175,6 +175,20 @@ def rows_in_chunks(b, a) -> bool:
 
 
 @on_each_rank
+def rows_up_to_the_bound(b, a) -> bool:
+    """Twice the mean is all that a router can send to one of two ranks: twice the rows, the same counts, and
+    a step asks once whether there were more."""
+    calls, nbytes = sent(b, "ep_etp", "all_to_all")
+    counts = calls // 7 * 4 * 8
+    asked = sent(a, "world", "all_reduce")[0] - sent(b, "world", "all_reduce")[0]
+    return (
+        sent(a, "ep_etp", "all_to_all") == (calls, 2 * nbytes - counts)
+        and sent(a, "world", "all_reduce")[1] == sent(b, "world", "all_reduce")[1] + 8 * asked
+        and asked > 0 and a.kept > b.kept
+    )
+
+
+@on_each_rank
 def replicas(b, a) -> bool:
     """Two shard groups of two ranks instead of one of four: twice the shard (but for padding), and one more
     sum of it."""
@@ -330,6 +344,8 @@ CASES = [
         model=EXPERTS, name="mixtral-tiny",
     ),
     Case("ep_chunks", 3, {"wire", "kept"}, rows_in_chunks, {"ep": 2}, model=EXPERTS, name="mixtral-tiny"),
+    Case("ep_bound", 8.0, {"wire", "kept"}, rows_up_to_the_bound, {"ep": 2}, model=EXPERTS,
+         name="mixtral-tiny"),
     Case(
         "dp_rep", 2, {"groups", "wire", "state"}, both(split("dp_replicate"), replicas), {"zero": 1}, world=4
     ),

@@ -48,6 +48,7 @@ LAYOUTS = {  # (ranks, words)
     "zb": (2, "--parallel.pp 2 --parallel.schedule zb-h1"),
     "ep2": (2, f"{MOE} --model.mlp.router.aux.over global --model.mlp.router.jitter 0.1 --parallel.ep 2 "
     f"--parallel.zero 1"),
+    "bound": (2, f"{MOE} --parallel.ep 2 --parallel.ep_bound 8 --parallel.zero 1"),
     "drops": (2, f"{MOE} --model.mlp.capacity.factor 1 --parallel.ep 2 --parallel.ep_chunks 2"),
 }
 CLEAN = ("tp2", "pp2", "dp2 zero1", "ep2")
@@ -104,7 +105,7 @@ def test_a_run_is_what_it_is_without(tmp_path, trains, layout):
     assert saved(tmp_path / "again") == saved(tmp_path / "without")
     assert list(saved(tmp_path / "again")) == [4, 3, 2, 1]
 
-    told = [line for line in end.logs[0].splitlines() if "computed again" in line]
+    told = [line for line in end.logs[0].splitlines() if "recomputed" in line]
     assert len(told) == 1 and f"step {BAD} is not finite or a spike" in told[0]
     assert end.logs[-1].count("fault step.compute") == 2  # each run had the fault
     assert without.logs[-1].count("fault step.compute") == 1

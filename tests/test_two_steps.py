@@ -65,6 +65,8 @@ CELLS = (
     ("mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
     ("mixtral-tiny", 2, "dp2 no-ep2 zero1 mb1 rowwise"),
     ("mixtral-tiny", 4, "dp2 tp2 ep4 no-sp zero1 mb1"),
+    ("mixtral-tiny", 2, "dp2 ep2 zero1 mb1 ep-bound1.25"),
+    ("qwen2-moe-tiny", 4, "dp2 tp2 ep2 etp2 sp zero1 mb1 ep-bound8.0"),
     ("dots1-tiny", 4, "pp2 dp2 ep2 zero2 zb-v mb1"),
     ("gpt-oss-tiny", 4, "dp2 tp2 ep2 etp2 sp zero1 mb1 padded"),
     ("llama4-tiny", 4, "cp2 tp2 ep2 ep-chunks2 zero3 mb1"),

@@ -41,7 +41,7 @@ CHANGEABLE = {
     "train": "seq_len micro_batch global_batch ramp",
     "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay clip",
     "parallel": f"{' '.join(axis.key for axis in AXES)} sp async_tp vpp schedule stages cp_kind ep_chunks "
-                "zero recompute recompute_parts recompute_stages offload",
+                "ep_bound zero recompute recompute_parts recompute_stages offload",
     "data": "path doc_mask fim_rate fim_spm_rate fim_split",
 }
 SCHEDULE_KEYS = tuple(  # any of them starts a new schedule

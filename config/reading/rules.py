@@ -151,6 +151,28 @@ def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
                 f"have {written(getattr(first, key))}; give all of them the same")
 
 
+def row_bound_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check parallel.ep_bound: it needs experts without a capacity, and chunks of whole experts."""
+    parallel, mlp = cfg.parallel, mixture(cfg.model)
+    if parallel.ep_bound is None:
+        return
+    if mlp is None:
+        yield Rule(
+            False,
+            "parallel.ep_bound: bounds rows for experts, and no layer has any (model.mlp.kind); leave it out")
+        return
+    yield Rule(
+        mlp.capacity is None,
+        "parallel.ep_bound: not possible with model.mlp.capacity, which bounds the rows of each expert "
+        "already; leave it out, and for static shapes set model.mlp.capacity.pad true")
+    local = mlp.experts // parallel.ep
+    yield Rule(
+        local % parallel.ep_chunks == 0,
+        f"parallel.ep_chunks: {parallel.ep_chunks} does not divide the {local} experts of a rank "
+        f"(model.mlp.experts / parallel.ep), which parallel.ep_bound needs; leave that out, or change this",
+        "parallel.ep_chunks", divisors(local))
+
+
 def expert_rank_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check the ranks that share experts."""
     parallel = cfg.parallel
@@ -744,6 +766,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     moe_rules,
     of_each_kind(mlp_rules),
     expert_rank_rules,
+    row_bound_rules,
     of_each_kind(fp8_rules),
     mps_rules,
     cuda_graph_rules,

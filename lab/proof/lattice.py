@@ -47,6 +47,7 @@ SWITCHES = {  # the first value of each is the default
     "micro_batch": (1, 2),
     "async_tp": (False, True),
     "ep_chunks": (1, 2, 3),
+    "ep_bound": (None, 1.25, 8.0),  # rows are over the bound in some steps; in none
     "recompute": ("none", "selective", "full", "mixed"),
     "ramp": (False, True),
     "stages": (None, "uneven"),
@@ -215,6 +216,10 @@ IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
         lambda values, world: values["ep_chunks"] > 1 and values["ep"] * values["etp"] == 1,
     ),
     (
+        "parallel.ep_bound: does nothing at ep 1 and etp 1",
+        lambda values, world: values["ep_bound"] is not None and values["ep"] * values["etp"] == 1,
+    ),
+    (
         "parallel.schedule: all are the same at pp 1",
         lambda values, world: values["schedule"] != "1f1b" and values["pp"] == 1,
     ),
@@ -362,7 +367,9 @@ class Lattice:
 
     def is_legal(self, values: Values) -> bool:
         """Return whether the cell can be proved: it is not idle, and train.py accepts it."""
-        needs_experts = values["capacity"] is not None or values["ep_chunks"] > 1
+        needs_experts = (
+            values["capacity"] is not None or values["ep_chunks"] > 1 or values["ep_bound"] is not None
+        )
         if idle(values, self.world) or (needs_experts and not has_path(self.cfg, "model.mlp.capacity")):
             return False  # cheap to check
         bundles = [values[switch] for switch in BUNDLE_SWITCHES if values[switch]]

@@ -4,8 +4,9 @@ Rank (i, j) of the ep x etp group holds E / ep experts, starting at i E / ep, an
 inner width. A row is a token for one of its experts. It is sent to all etp ranks of that expert, and their
 partial outputs are summed on the token's rank: one all-to-all each way, whatever etp is. Exactly the routed
 rows are sent, without padding, unless a capacity asks for static shapes: then each rank sends the same number
-of rows to every expert, and no count is exchanged or read on the host. The ranks of the experts are folded
-out of dp x cp x tp (arXiv 2504.14960). Tokens arrive here sharded over all of these, with or without sequence
+of rows to every expert, and no count is exchanged or read on the host. With parallel.ep_bound each rank sends
+the same number of rows to every rank (parallel/expert/bounded.py). The ranks of the experts are folded out of
+dp x cp x tp (arXiv 2504.14960). Tokens arrive here sharded over all of these, with or without sequence
 parallelism.
 
 With parallel.ep_chunks, rows travel in chunks (Tutel, arXiv 2206.03382, section 3.3), each a run of experts
@@ -86,6 +87,7 @@ class DispatchPlan:
     chunks: list[ChunkPlan]
     prob_counts: RowCounts
     arrived_probs: RowOrder | None
+    num_over: Tensor | None = None  # int64 []: choices over a bound, which are not sent (bounded.py)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch import Tensor
 from kernels.grad import accumulation_dtype
 from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.packing import bucket_layout, pack_into_buckets
+from parallel.sharding.powersgd import CompressionState
 from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot, UpdateRange
 from parallel.sharding.spec import ShardedParameter, initialize
 from parallel.sharding.weights import BucketWeights
@@ -235,3 +236,16 @@ def wait_param_gathers(buckets: list[Bucket]) -> None:
     """Wait for the transfers of start_param_gathers, before weights are read outside of a forward."""
     for bucket in buckets:
         bucket.weights.wait_gather()
+
+
+def get_compression(buckets: list[Bucket]) -> list[CompressionState | None]:
+    """Return each bucket's PowerSGD state before a step, to compute the step again from it."""
+    compressions = [bucket.grads.powersgd for bucket in buckets]
+    return [None if one is None else one.state() for one in compressions]
+
+
+def restore_compression(buckets: list[Bucket], states: list[CompressionState | None]) -> None:
+    """Undo the exchanges of PowerSGD since get_compression."""
+    for bucket, state in zip(buckets, states):
+        if bucket.grads.powersgd is not None and state is not None:
+            bucket.grads.powersgd.restore(state)

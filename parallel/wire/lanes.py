@@ -1,8 +1,9 @@
 """Lanes: the exchanges that a rank posts and waits for, in order.
 
-A lane is a communicator. NCCL runs its exchanges one after the other, in the order in which a rank posts them;
-gloo does not. So a job that trains over gloo may block over NCCL. plan/record/check.py finds that out from the
-logs of all ranks, recorded without a job (scripts/dry_run.py) or in a real one (`scripts.verify --lanes`).
+A lane is a communicator. NCCL runs its exchanges one after the other, in the order in which a rank posts
+them; gloo does not. So a job that trains over gloo may block over NCCL. plan/record/check.py finds that out
+from the logs of all ranks, recorded without a job (scripts/dry_run.py) or in a real one
+(`scripts.verify --lanes`).
 """
 from collections.abc import Callable
 from typing import Any, NamedTuple

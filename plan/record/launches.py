@@ -167,7 +167,7 @@ class SimulatedDevice(TorchFunctionMode):
         return result
 
     def run_backward(self, x: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-        """Run a backward from the edge of x in the graph: from the tensor itself, it would turn this mode off."""
+        """Run a backward from the edge of x in the graph. From the tensor it would turn this mode off."""
         with self:
             gradient = torch.ones_like(x) if gradient is None else gradient
             torch.autograd.backward(get_gradient_edge(x), gradient, **options)

@@ -30,7 +30,6 @@ from model.router import has_experts, mixture
 from model.sharding import scale_for_mup, sharding_config
 from model.transformer import PipelineStage
 from parallel.context.zigzag import shard_batch
-from parallel.expert import dispatch
 from parallel.pipeline.executor import WeightGradStore
 from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import sharded_parameters
@@ -48,7 +47,7 @@ from plan.record.launches import (
     without_initial_weights,
 )
 from plan.record.rates import NO_FASTER
-from plan.record.role import microbatch
+from plan.record.role import microbatch, noted_reads
 from plan.record.wire import RecordingWire
 from plan.record.work import BACKWARD, FORWARD, Facts, judge
 
@@ -167,14 +166,17 @@ def get_part_record(form: PartForm) -> PartRecord:
     From two sequences on, a block's record is linear, through those of two and of four; parts of a single
     sequence avoid copies. An output head splits its tokens into chunks, and an embedding's gradient has at
     most as many rows as its table. From two expert-parallel ranks on, it is linear in the experts per rank,
-    through those of four and of eight ranks, while ranks have several experts (tests/plan/test_part.py).
+    through those of four and of eight ranks, while ranks have several experts (tests/plan/test_part.py). Rows
+    under parallel.ep_bound are on neither line: their number is rounded up, and has an upper limit.
     """
     cfg = form.cfg
     if isinstance(form.layer, str) or not has_experts(cfg.model, form.layer):
-        form = form._replace(cfg=with_keys(cfg, "parallel", ep=1, etp=1, ep_chunks=1))
+        form = form._replace(cfg=with_keys(cfg, "parallel", ep=1, etp=1, ep_chunks=1, ep_bound=None))
         if form.cfg != cfg:
             return get_part_record(form)
 
+    if cfg.parallel.ep_bound is not None and isinstance(form.layer, int):
+        return record_part(form)
     b, (one, two) = cfg.train.micro_batch, SEQUENCES_ON_THE_LINE
     if b > 1 and b not in (one, two) and isinstance(form.layer, int):
         forms = [form._replace(cfg=with_keys(cfg, "train", micro_batch=number)) for number in (one, two)]
@@ -244,20 +246,6 @@ def record_part(form: PartForm) -> PartRecord:
         kept_in_step=first.left,
         context=runner.context_bytes,
     )
-
-
-@contextlib.contextmanager
-def noted_reads(recorder: Recorder) -> Iterator[None]:
-    """Note when the host reads a router's counts: they are made up, without asking for a value."""
-    real = dispatch.with_values
-
-    def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
-        if counts.is_meta:
-            recorder.add_host_read(("parallel/expert/dispatch.py", "with_values"))
-        return real(counts, num_choices, num_experts)
-
-    with mock.patch.object(dispatch, "with_values", with_values):
-        yield
 
 
 class NoBlock(nn.Module):

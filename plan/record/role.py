@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from config import Config, ParallelConfig
 from config.reading.schedules import get_schedule
 from kernels.attention_mask import DocumentCounts
+from parallel.expert import dispatch
 from parallel.extras import GradientHook
 from parallel.microbatch import Microbatch
 from parallel.pipeline.executor import GradientAccumulation, Pipeline
@@ -145,7 +147,7 @@ def recorded_role(
     wire = RecordingWire(recorder.now, recorder.events, answers or {})
     mesh = Mesh.without_processes(dims, rank, Activity(wire=wire))
     claimed = simulated_cpu(recorder) if chip is None else simulated_gpu(chip, recorder)
-    with claimed as device, without_initial_weights():
+    with claimed as device, without_initial_weights(), noted_reads(recorder):
         batches = functools.partial(assumed_batch, cfg, dims, device)
         splicer = None if traces_all else Splicer(recorder, wire, mesh.ledger)
         return record_steps(program, recorder, mesh, device, batches, splicer=splicer)
@@ -218,6 +220,20 @@ def record_steps(
         host_reads=recorder.host_reads,
         seconds=time.perf_counter() - began,
     )
+
+
+@contextlib.contextmanager
+def noted_reads(recorder: Recorder) -> Iterator[None]:
+    """Note when the host reads a router's counts: they are made up, without asking for a value."""
+    real = dispatch.with_values
+
+    def with_values(counts: Tensor, num_choices: int, num_experts: int) -> Tensor:
+        if counts.is_meta:
+            recorder.add_host_read(("parallel/expert/dispatch.py", "with_values"))
+        return real(counts, num_choices, num_experts)
+
+    with mock.patch.object(dispatch, "with_values", with_values):
+        yield
 
 
 @contextlib.contextmanager

@@ -226,6 +226,7 @@ OTHERS = {
         BLOCKWISE,
         {"parallel.ep": 2},
         {"parallel.ep": 2, "parallel.ep_chunks": 2},
+        {"parallel.ep": 2, "parallel.ep_bound": 1.5},
         SP | {"parallel.ep": 2},
         PP | {"parallel.schedule": "zb-v"},
         {"parallel.ep": 2, "parallel.recompute": "full"},
@@ -248,6 +249,7 @@ CORE = [
     "llama3-tiny pp 2 schedule zb-h1",
     "llama3-tiny pp 2 recompute full",
     "mixtral-tiny ep 2 ep_chunks 2",
+    "mixtral-tiny ep 2 ep_bound 1.5",
 ]
 
 

@@ -8,6 +8,7 @@ from tiny_records import MIXTURE, SIZE, get_part_record
 
 from config import Config
 from config.reading import resolve
+from config.tree import with_values
 from model.sharding import parallel_dims
 from parallel.expert import dispatch
 from parallel.topology.mesh import Mesh
@@ -151,6 +152,8 @@ MIXTURES = [
     (2, "--parallel.ep 2"),
     (2, "--parallel.ep 2 --parallel.ep_chunks 2 --parallel.recompute full"),
     (2, "--parallel.ep 2 --model.mlp.capacity.factor 1.0 --model.mlp.capacity.pad true"),
+    (2, "--parallel.ep 2 --parallel.ep_bound 8"),
+    (4, "--parallel.ep 2 --parallel.etp 2 --parallel.ep_bound 8 --parallel.ep_chunks 2"),
     (4, "--parallel.tp 2 --parallel.sp true --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name muon --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name lamb --parallel.ep 2 --parallel.tp 2"),
@@ -172,6 +175,18 @@ def test_a_dense_record_is_the_run(ranks, world, words):
         return recorded(cfg, world, rank)
 
     check_against_job(ranks, world, cfg, expected)
+
+
+@pytest.mark.parametrize("chunks", ["1", "2"])
+def test_a_bound_on_rows_leaves_one_host_read_a_step(chunks):
+    """Without it the host reads counts in each layer and microbatch, and with recompute twice."""
+    keys = "--parallel.ep 2 --train.dtype bf16 --parallel.recompute full --parallel.ep_chunks".split()
+    cfg = resolve("mixtral-tiny", None, [*MIXTURE, *BATCH, *keys, chunks])
+    bounded = with_values(cfg, {"parallel.ep_bound": 1.25})
+    exact, reads = (get_part_record(each, 2, 0, CHIPS["h100"]).host_reads for each in (cfg, bounded))
+    mixtures, microbatches = cfg.model.layers, cfg.train.global_batch // 2 // cfg.train.micro_batch
+    assert exact == 2 * mixtures * microbatches * [("parallel/expert/dispatch.py", "with_values")]
+    assert reads == [("model/bounded_rows.py", "all_rows_fit")]
 
 
 ONE_LAYER_EACH = "--model.layers 2 --train.micro_batch 1".split()

@@ -22,6 +22,7 @@ def words(values: Values, world: int) -> list[str]:
         ("sp", values["sp"]),
         ("async-tp", values["async_tp"]),
         (f"ep-chunks{values['ep_chunks']}", values["ep_chunks"] > 1),
+        (f"ep-bound{values['ep_bound']}", values["ep_bound"] is not None),
         (f"zero{values['zero']}", True),
         (values["schedule"], values["pp"] > 1),
         (f"vpp{values['vpp']}", values["vpp"] is not None),

@@ -17,8 +17,9 @@ machines or calls.
 `--strict` catches misuse that gloo forgives and NCCL does not: every started exchange runs on private copies,
 its result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
 
-`--lanes` logs the exchanges of every rank, and runs their order by NCCL's rules: one communicator runs them one
-after the other, and a send ends with its receive. A job that would block there is named, and does not hang.
+`--lanes` logs the exchanges of every rank, and runs their order by NCCL's rules: one communicator runs them
+one after the other, and a send ends with its receive. A job that would block there is named instead.
+
 `--precision` proves the dtypes used for training, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
 stage, within bounds derived from the dtype (lab/proof/precision/__init__.py).
 `--coord` checks muP instead of layouts: how far training moves activations, by width (lab/proof/mup.py).

@@ -83,6 +83,9 @@ MIXTURES = [
     dict(ep=4, ep_chunks=2),
     dict(tp=2, sp=True, ep=2, etp=2, ep_chunks=3, recompute="full"),
     dict(pp=2, ep=2, ep_chunks=4, zero=1, schedule="zb-v"),
+    dict(ep=4, ep_bound=8.0),
+    dict(tp=2, ep=2, etp=2, ep_bound=8.0, recompute="full"),
+    dict(pp=2, ep=2, ep_chunks=2, ep_bound=8.0, schedule="zb-v"),
 ]
 PARTS = "core,norm,act"
 AGAIN = [
