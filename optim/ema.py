@@ -52,7 +52,8 @@ class WeightEMA(StepExtra):
         return {EMA: self.averages}
 
     def start(self) -> None:
-        """Set the average to the current weights."""
+        """Set the average to the current weights, once those that are on their way have arrived."""
+        wait_param_gathers(self.buckets)
         for average, bucket in zip(self.averages, self.buckets):
             average.copy_(bucket.weights.master)
 

@@ -24,8 +24,10 @@ from config.reading.tiny import tiny_config
 from config.tree import with_values
 from lab.proof.verify.trial import prove
 from model.sharding import parallel_dims
+from parallel.sharding.bucket import start_param_gathers
 from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
+from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
 from scripts import convert, evaluate, generate
 
@@ -169,6 +171,24 @@ LAYOUTS = {
 def config_at(layout: str):
     keys = {f"parallel.{key}": value for key, value in LAYOUTS[layout][1].items()}
     return with_values(tiny_config("llama3.2-tiny"), {"train.ema": DECAY, **keys})
+
+
+def restart_while_weights_are_gathered(world) -> bool:
+    """Whether the average is that of the weights, which a step over NCCL would not have yet."""
+    cfg = config_at("zero1")
+    made = build_run(cfg, Mesh.bind(parallel_dims(cfg, world.size), world), CPU, None, 10)
+    masters = [bucket.weights.master.clone() for bucket in made.buckets]
+    world.activity.strict = StrictMode()
+    try:
+        start_param_gathers(made.buckets, torch.tensor(True))
+        made.ema.start()
+    finally:
+        world.activity.strict = None
+    return all(map(torch.equal, made.ema.averages, masters))
+
+
+def test_an_average_starts_from_weights_that_have_arrived(ranks):
+    assert ranks(2).run(restart_while_weights_are_gathered) == [True, True]
 
 
 class Facts:
