@@ -125,8 +125,9 @@ def test_the_first_and_last_layers_stay():
 def test_a_resumed_run_is_bitwise(tmp_path, recipe):
     """Two ranks, saved after 3 of 6 steps, killed in the fifth and started again."""
     words = (
-        f"--model.layers 3 --model.mlp.width 64 --model.mixer.kv_heads 4 --parallel.tp 2 --train.dtype fp8 "
-        f"--train.fp8 {recipe} --train.fp8_block 16 --train.steps 6 --checkpoint.every 3"
+        f"--model.layers 3 --model.hidden 64 --model.mlp.width 64 --model.mixer.kv_heads 4 --train.dtype fp8 "
+        f"--parallel.tp 2 --train.fp8 {recipe} --train.fp8_block 32 --train.seq_len 32 --train.steps 6 "
+        "--checkpoint.every 3"
     )
     place = ("--data.path", corpus(tmp_path), "--log.dir", str(tmp_path))
     args = ["llama3-tiny", *MODEL, *words.split(), *place]

@@ -425,7 +425,8 @@ def test_a_copy_of_the_table_that_cannot_run_is_no_verdict(name, stage):
 
 
 def test_a_bug_meets_its_own_run_of_verify_in_a_copy_that_has_it(measured, monkeypatch):
-    run = control.VerifyRun("toy", 2, "dp2 mb1", 2, True, ("--train.seed", "3"))
+    checks = {"is_strict": True, "on_lanes": True}
+    run = control.VerifyRun("toy", 2, "dp2 mb1", 2, **checks, overrides=("--train.seed", "3"))
     mutant = make_mutant("model/toy.py", Source.parse(BODY), "a fault", Edit(0, 3, "async def"), run)
     seen = []
 
@@ -435,7 +436,7 @@ def test_a_bug_meets_its_own_run_of_verify_in_a_copy_that_has_it(measured, monke
 
     monkeypatch.setattr(control, "run_command", run_command)
     verdict = table.judge_by_verify(mutant, measured[0].base)
-    words = "scripts.verify toy --world 2 --layouts 2 --only dp2 mb1 --strict --train.seed 3"
+    words = "scripts.verify toy --world 2 --layouts 2 --only dp2 mb1 --strict --lanes --train.seed 3"
     assert seen == [(words.split(), "async " + BODY)]
     assert (verdict.stage, verdict.operator, verdict.by.split()[0]) == ("verify", "a fault", "WRONG")
 
