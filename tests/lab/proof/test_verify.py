@@ -87,9 +87,9 @@ def test_a_part_runs_its_own_cells_and_says_which(capsys):
 def test_a_layout_that_dies_does_not_hide_the_others(monkeypatch, capfd):
     calls, prove = [], command.prove
 
-    def first_dies(pool, *args):
+    def first_dies(pool, *args, **checks):
         calls.append(pool)
-        return prove(pool, *args) if len(calls) > 1 else pool.run(os.fspath)  # which takes no World
+        return prove(pool, *args, **checks) if len(calls) > 1 else pool.run(os.fspath)  # which takes no World
 
     monkeypatch.setattr(command, "prove", first_dies)
     assert main(["llama3-tiny", "--world", "2", "--layouts", "2", "--only", "mb1", "zero1"]) == 1
@@ -103,7 +103,7 @@ def test_a_layout_that_dies_does_not_hide_the_others(monkeypatch, capfd):
 def test_an_error_without_words_is_named_by_its_class(monkeypatch, capfd):
     """It fails its own layout, and does not end the proof."""
 
-    def dies(*args):
+    def dies(*args, **checks):
         raise AssertionError
 
     monkeypatch.setattr(command, "prove", dies)
