@@ -59,7 +59,7 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     told, s = fake(), sink()
     for step in range(500):
         s.put(step, {"train/loss": 1 / (step + 1)})
-    s.close(code=75, closing_line="3 s: stop requested on another rank")
+    s.close(code=75, closing_line="3 s: stop requested on another rank", wait=60)
     settings, start, *axes, alert, last = told()
     axes, logs = axes[:4], axes[4:]
     assert axes == [["axis", f"{names}/*", "tokens"] for names in ("train", "val", "tasks", "run")]
@@ -88,7 +88,7 @@ def test_facts_texts_and_pictures_arrive_as_wandb_takes_them(fake, sink, tmp_pat
     s.describe({"parameters": 5, "dp": 2})
     s.text(3, "sample", "def <b>f</b>():\n  pass")
     s.picture(4, "loss", tmp_path / "loss.png")
-    s.close(code=77, closing_line="")
+    s.close(code=77, closing_line="", wait=60)
     said = told()[6:]
     assert said == [
         ["config", {"run": {"parameters": 5, "dp": 2}}],
@@ -105,7 +105,7 @@ def test_texts_stand_in_one_table(fake, sink):
     told, s = fake(), sink()
     for step in range(120):
         s.text(step, "sample", f"text {step}")
-    s.close()
+    s.close(wait=60)
     tables = [line[2]["samples"][2] for line in told() if line[0] == "log"]
     assert tables[2] == [[0, "text 0"], [1, "text 1"], [2, "text 2"]]
     assert tables[-1] == [[step, f"text {step}"] for step in range(20, 120)]
@@ -170,7 +170,7 @@ def test_steps_that_are_logged_again_are_not_dropped(fake, sink):
     s.put(5, {"a": 50})
     s.put(9, {"a": 90})
     s.put(5, {"run/goodput": 1.0})
-    s.close()
+    s.close(wait=60)
     said = told()
     assert [(words[1], words[2]["step"]) for words in said if words[0] == "log"] == [
         (7, 5), (8, 6), (8, 6), (9, 5), (13, 9), (14, 5),
@@ -186,20 +186,20 @@ def test_a_start_offline_counts_on_from_where_the_one_before_it_was(fake, sink, 
         s.put(step, {"a": step})
     s.rewind(4)
     s.put(5, {"a": 50})  # at 8
-    s.close()
+    s.close(wait=60)
     steps = [words[1] for words in told() if words[0] == "log"]
     assert steps == [5, 6, 7, 8]
 
     s = sink()  # from the checkpoint of step 5
     s.put(6, {"a": 60})
-    s.close()
+    s.close(wait=60)
     assert [words[1] for words in told() if words[0] == "log"] == [*steps, 9]
 
     (shift,) = tmp_path.rglob("wandb_shift")
     shift.write_text("no number")
     s = sink()
     s.put(7, {"a": 70})
-    s.close()
+    s.close(wait=60)
     assert [words[1] for words in told() if words[0] == "log"][-1] == 7
 
 
@@ -222,7 +222,7 @@ def test_one_warning_when_it_raises(fake, sink, where):
         assert wait_until(lambda: s.put(2, {"a": 1}) or s.trouble, 10)
         s.put(3, {})
         assert s.dropped >= 1
-    s.close()
+    s.close(wait=60)
     words = "ended with -9" if "kill" in str(where) else "bad day"
     assert words in s.warning() and s.warning() is None
 
@@ -231,7 +231,7 @@ def test_secrets_are_not_in_the_warning(fake, sink, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-31415926")
     fake(init="raise ValueError('bad key ' + os.environ['WANDB_API_KEY'])")
     s = sink()
-    s.close()
+    s.close(wait=60)
     assert "bad key <WANDB_API_KEY>" in s.warning()
 
 
