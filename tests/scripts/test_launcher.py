@@ -32,7 +32,7 @@ RANK = """
 import os, signal, sys, time
 codes = [int(code) for code in sys.argv[1].split(",")]
 rank = int(os.environ["RANK"])
-time.sleep(0.3 * rank)
+time.sleep(rank)
 code = codes[rank]
 if code < 0:
     os.kill(os.getpid(), -code)
