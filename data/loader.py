@@ -595,9 +595,12 @@ class BatchLoader:
             dataset.index.check_unchanged()
 
     def close(self) -> None:
-        """Stop the thread and wait for it. May be called twice."""
+        """Stop the thread and wait for it. May be called twice.
+
+        What all ranks count together is read to the end, since another rank may wait for it.
+        """
         if self._thread:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread.shutdown(wait=True, cancel_futures=self._counting_ranks is None)
 
 
 # ---- opening -----------------------------------------------------------------------------------------------

@@ -63,6 +63,49 @@ def other(tmp_path_factory):
     return make(tmp_path_factory.mktemp("data") / "b", 50, seed=1)
 
 
+def counted_step_targets(world, prefix) -> list[tuple[int, int]]:
+    """(targets of this rank's samples, those that the loader knows of the step), after a step back, too."""
+    data = open_loader(settings(prefix, doc_mask=True, prefetch=2), "train", world.rank, world.size)
+    data.count_over(world.separate_group("loaders"))
+    found = []
+    for step in (0, 1, 0, 1, 2):
+        batches = data.microbatches(step)
+        assert len({int(batch.step_targets) for batch in batches}) == 1
+        own = sum(int(batch.num_counted()) for batch in batches)
+        found.append((own, int(batches[0].step_targets)))
+    data.close()
+    return found
+
+
+def test_a_step_knows_the_targets_of_all_ranks(ranks, prefix):
+    for of_ranks in zip(*ranks(2).run(counted_step_targets, prefix)):
+        assert {known for _, known in of_ranks} == {sum(own for own, _ in of_ranks)}
+
+
+def seconds_to_close(world, prefix) -> float:
+    """Rank 1 closes while its loader reads; rank 0 when its own has gone on to a step after that."""
+    data = open_loader(settings(prefix, doc_mask=True, prefetch=2), "train", world.rank, world.size)
+    data.count_over(world.separate_group("loaders"))
+    read = data._read_step
+
+    def read_slowly(step):
+        if world.rank == 1 and step > 0:
+            time.sleep(1.0)
+        return read(step)
+
+    data._read_step = read_slowly
+    data.microbatches(0)
+    if world.rank == 0:
+        time.sleep(1.5)
+    begun = time.monotonic()
+    data.close()
+    return time.monotonic() - begun
+
+
+def test_a_rank_that_stops_leaves_no_other_waiting_for_its_counts(ranks, prefix):
+    assert max(ranks(2).run(seconds_to_close, prefix)) < 20
+
+
 class Copies:
     """Stands in for a GPU's stream of copies: keeps what was asked of it, and by which thread."""
 
