@@ -2,12 +2,13 @@
 
 `check` runs everything that each rank posts and awaits under the rules of a transport, without time:
 
-    nccl    exchanges of a lane (plan/record/events.py) run one after the other, in the order in which a rank
-            posted them; those posted together run together. A send ends with its receive.
-    gloo    a send is buffered and ends at once. Receives between two ranks complete in send order.
+    nccl    exchanges of a lane (parallel/wire/lanes.py) run one after the other, in the order in which a rank
+            posted them; those posted together run together
+    gloo    exchanges of a lane run side by side; those of one kind between two ranks in order
 
-On both, a collective needs all ranks of its lane, and a wait blocks whatever the rank does after it. A GPU's
-host does not block there, but anything it posts is queued behind the wait on the compute stream.
+On both, a send ends with its receive, a collective needs all ranks of its lane, and a wait blocks whatever
+the rank does after it. A GPU's host does not block there, but anything it posts is queued behind the wait on
+the compute stream.
 """
 
 from collections import defaultdict, deque
@@ -38,15 +39,12 @@ def check(events: Mapping[int, Sequence[Event]], transport: str) -> list[str]:
 @dataclass
 class Exchanges:
     """events: of each rank, not reached yet. under_way: for each lane and rank, unfinished batches that were
-    posted there. unread: messages buffered by gloo, for each lane, source and target."""
+    posted there."""
 
     events: dict[int, deque[Event]]
     transport: str
     under_way: dict[Connection, dict[int, deque[list[PostedExchange]]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(deque))
-    )
-    unread: dict[tuple[Connection, int, int], deque[PostedExchange]] = field(
-        default_factory=lambda: defaultdict(deque)
     )
     pending: set[tuple[int, int]] = field(default_factory=set)  # unfinished (rank, number)
     findings: list[str] = field(default_factory=list)
@@ -73,9 +71,6 @@ class Exchanges:
         return len(own) < before
 
     def post(self, rank: int, exchange: PostedExchange) -> None:
-        if self.transport == "gloo" and exchange.verb == "send" and exchange.peer in self.events:
-            self.unread[exchange.lane, rank, exchange.peer].append(exchange)
-            return
         self.pending.add((rank, exchange.number))
         batches = self.under_way[exchange.lane][rank]
         if batches and batches[-1][-1].batch == exchange.batch:
@@ -89,12 +84,15 @@ class Exchanges:
         queues = self.under_way[lane]
         moved = self.meet_collectives(lane, queues)
         for rank, batches in queues.items():
-            firsts = list(batches) if self.transport == "gloo" else list(batches)[:1]
-            for batch in firsts:
+            for batch in self.running(batches):
                 for exchange in list(batch):
                     if exchange.verb in TRANSFERS and self.meets(lane, rank, exchange):
                         moved = True
         return moved
+
+    def running(self, batches: deque[list[PostedExchange]]) -> list[list[PostedExchange]]:
+        """Return the batches of a rank in a lane that the transport runs now."""
+        return list(batches) if self.transport == "gloo" else list(batches)[:1]
 
     def meet_collectives(self, lane: Connection, queues: dict[int, deque[list[PostedExchange]]]) -> bool:
         """End a collective that every rank of the lane has reached."""
@@ -137,30 +135,23 @@ class Exchanges:
             return False
         if other.nbytes != exchange.nbytes or other.dtype != exchange.dtype:
             self.findings.append(f"{to_text(lane)}: rank {rank} has {exchange}, and rank {peer} {other}")
+        assert peer is not None
         self.end(rank, exchange)
-        if self.transport == "nccl":
-            assert peer is not None
-            self.end(peer, other)
+        self.end(peer, other)
         return True
 
     def other_side(self, lane: Connection, rank: int, exchange: PostedExchange) -> PostedExchange | None:
+        """Return the other end of a transfer if both are the first of their kind between these ranks."""
         peer = exchange.peer
         assert peer is not None
-        if self.transport == "gloo":
-            sent = self.unread[lane, peer, rank]
-            is_first = self.first_receive(lane, rank, peer) is exchange
-            return sent.popleft() if sent and is_first else None
         verb = "receive" if exchange.verb == "send" else "send"
-        batches = self.under_way[lane][peer]
-        for other in batches[0] if batches else []:
-            if other.verb == verb and other.peer == rank:
-                return other
-        return None
+        is_first = self.first_transfer(lane, rank, exchange.verb, peer) is exchange
+        return self.first_transfer(lane, peer, verb, rank) if is_first else None
 
-    def first_receive(self, lane: Connection, rank: int, peer: int) -> PostedExchange | None:
-        for batch in self.under_way[lane][rank]:
+    def first_transfer(self, lane: Connection, rank: int, verb: str, peer: int) -> PostedExchange | None:
+        for batch in self.running(self.under_way[lane][rank]):
             for exchange in batch:
-                if exchange.verb == "receive" and exchange.peer == peer:
+                if exchange.verb == verb and exchange.peer == peer:
                     return exchange
         return None
 
@@ -175,7 +166,7 @@ class Exchanges:
     # ---- deadlocks
 
     def stuck(self) -> list[str]:
-        """Return where each unfinished rank is stuck, and which messages nobody receives."""
+        """Return where each unfinished rank is stuck, and which exchanges nobody meets."""
         lines: list[str] = []
         for rank, own in self.events.items():
             if own:
@@ -186,9 +177,6 @@ class Exchanges:
             for rank, batches in queues.items():
                 for exchange in (exchange for batch in batches for exchange in batch):
                     lines.append(f"{to_text(lane)}: rank {rank} posts {exchange}, which nobody meets")
-        for (lane, source, target), sent in self.unread.items():
-            for one in sent:
-                lines.append(f"{to_text(lane)}: rank {target} never receives {one} of rank {source}")
         return lines[:MAX_NAMED]
 
     def why(self, rank: int, event: Event) -> str:

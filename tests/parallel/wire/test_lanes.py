@@ -1,4 +1,6 @@
 """The log of what a rank posts and awaits, and what NCCL's order makes of it."""
+import time
+
 import torch
 
 from parallel.topology.dims import ParallelDims
@@ -68,3 +70,21 @@ def test_an_order_that_ends_over_gloo_alone_is_named(ranks):
         "rank 0 waits forever: receive of 16 bytes from rank 1 in group pp in ranks 0, 1",
         "rank 1 waits forever: receive of 16 bytes from rank 0 in group pp in ranks 0, 1",
     ]
+
+
+def seconds_of_a_send(world) -> float:
+    """Rank 1 receives half a second later."""
+    mesh = Mesh.bind(ParallelDims(2, pp=2), world)
+    x, other = torch.ones(4), 1 - mesh.pp.index
+    comm.all_reduce_sum(x, mesh.world)
+    begun = time.monotonic()
+    if mesh.pp.index == 1:
+        time.sleep(0.5)
+    sends, receives = ([(x, other)], []) if mesh.pp.index == 0 else ([], [(x, other)])
+    (transfer,) = comm.start_transfers(sends, receives, mesh.pp)
+    transfer.wait()
+    return time.monotonic() - begun
+
+
+def test_a_send_over_gloo_ends_with_its_receive(ranks):
+    assert min(ranks(2).run(seconds_of_a_send)) > 0.4
