@@ -288,7 +288,7 @@ class BatchLoader:
         self._counting_ranks = ranks
 
     def _count_step_targets(self, batches: list[Microbatch]) -> Tensor | None:
-        """Return the counted targets of a step over all ranks, an int64 scalar; None if it is not known."""
+        """Return the counted targets of a step over all ranks, an int64 scalar, or None if unknown."""
         own = sum(int(batch.num_counted()) for batch in batches)
         if self.world == 1 or self.every_target_counts:
             return torch.tensor(own * self.world)

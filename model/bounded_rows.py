@@ -5,7 +5,7 @@ dropped by a capacity, in the statistics of the routers. After the backward of a
 layers, microbatches and ranks are summed, and the host reads the sum: the only read of the mixtures in a
 step. If it is not 0, forward and backward run again from the same state, and every layer sends what is
 routed. Dropout masks are functions of seed, step and position, and statistics and gradients start over with
-each computation; only PowerSGD's error has to be restored, of which a copy is kept during the first one.
+each computation. Only PowerSGD's error has to be restored: a copy is kept during the first one.
 """
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
