@@ -72,7 +72,12 @@ def pytest_addoption(parser):
         metavar="COMMIT",
         help="the core, and each test that runs what has changed since COMMIT (that of tests/footprints.xz)",
     )
-    group.addoption("--minutes", type=float, help="with --changed: how long that may take, without the core")
+    group.addoption(
+        "--minutes",
+        type=float,
+        help="with --changed: how long that may take, without the core; with --without-core, what has not begun "
+        "by then is skipped",
+    )
     group.addoption("--without-core", action="store_true", help="with --changed: only what the core has not")
     group.addoption("--record", metavar="FOLDER", help="note which test runs what (tests/footprints.py)")
     group.addoption(
@@ -85,6 +90,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     limit_memory(config.getoption("memory_share"))
+    if (minutes := config.getoption("minutes")) and config.getoption("without_core"):
+        config.pluginmanager.register(selection.Deadline(minutes))
     if folder := config.getoption("record"):
         worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
         if worker != "alone" or not config.getoption("numprocesses", None):

@@ -11,16 +11,18 @@ Slow are tests of functions that the core runs in others, and tests that take to
 
 What a test runs is known from tests/footprints.xz (tests/footprints.py), of a commit at which it passed.
 `--changed` without a commit begins there. With --minutes it takes the tests that fit, first some for every
-function that has changed, and says how many are left.
+function that has changed, and says how many are left; --without-core skips what has not begun by then.
 """
 
 import re
 import subprocess
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from footprint_file import REST, Footprints, get_parts
 from footprints import NO_TEXT
 
@@ -224,3 +226,17 @@ def that_fit(names: Sequence[str], minutes: float | None, known: Footprints) -> 
             chosen.append(name)
             left -= seconds
     return chosen
+
+
+class Deadline:
+    """A plugin of pytest that skips each test that has not begun when the minutes are over.
+
+    that_fit counts on recorded times; a busy machine takes longer.
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self.minutes, self.end = minutes, time.monotonic() + 60 * minutes
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if time.monotonic() > self.end:
+            pytest.skip(f"not begun when the {self.minutes:g} minutes were over")

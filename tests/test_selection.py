@@ -169,6 +169,22 @@ def test_as_many_as_fit():
     assert selection.that_fit(names, 0, RECORDED) == []
 
 
+def test_what_has_not_begun_at_the_deadline_is_skipped(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_long(): time.sleep(0.5)\ndef test_late(): assert False\n"
+    )
+    program = (
+        f"import sys, pytest\nsys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT)!r}]\nimport selection\n"
+        "arguments = ['-q', '-rs', '-p', 'no:cacheprovider', 'test_it.py']\n"
+        "sys.exit(pytest.main(arguments, plugins=[selection.Deadline(0.4 / 60)]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and "1 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "not begun when the 0.00666667 minutes were over" in done.stdout
+
+
 def test_a_commit_that_git_does_not_have_is_refused():
     with pytest.raises(SelectionError, match="git has no such commit"):
         selection.changes_since("0" * 40)
