@@ -12,7 +12,7 @@ from torch import nn
 
 from config import Config, ModelConfig, layer_in_fp8, layer_kinds
 from model.block import TransformerBlock
-from model.sharding import mesh_degrees, scale_for_mup
+from model.sharding import mesh_degrees, set_rates
 from model.shared_keys import key_sources
 from model.transformer import PipelineStage
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
@@ -70,7 +70,7 @@ def describe_ends(cfg: Config, ends_are_apart: bool) -> EndParts:
     last = PipelineStage(cfg, mesh, num_layers, num_layers, ends_are_apart=ends_are_apart)
     ends: list[PartDescription] = []
     for layer, stage, module in (("embedding", first, first.embedding), ("head", last, last.head)):
-        scale_for_mup(cfg, module)
+        set_rates(cfg, module)
         table = stage.shared_table()
         params = tuple(param for param in sharded_parameters(module) if param is not table)
         ends.append(PartDescription(cfg, layer, params, table))
@@ -80,7 +80,7 @@ def describe_ends(cfg: Config, ends_are_apart: bool) -> EndParts:
 @lru_cache(maxsize=1 << 12)
 def describe_block(cfg: Config, layer: int) -> PartDescription:
     block = TransformerBlock(cfg, mesh_of_one_stage(cfg), layer)
-    scale_for_mup(cfg, block)
+    set_rates(cfg, block)
     return PartDescription(cfg, layer, tuple(sharded_parameters(block)))
 
 

@@ -1,9 +1,12 @@
-"""Derive from the config what parameters need besides shapes: muP rates, mesh degrees and how
+"""Derive from the config what parameters need besides shapes: rates, mesh degrees and how
 data-parallel ranks shard them."""
+from dataclasses import replace
+
 from torch import nn
 
 from config import OPTIMIZERS, Config, compression_block, fp8_recipe, mup_width_ratio
 from config.axes import AXES, axis_degrees
+from config.parameter_groups import find_group, parse_groups
 from model.precision import accumulation_bytes
 from parallel.sharding.packing import ALIGNMENT
 from parallel.sharding.slots import ShardingConfig
@@ -12,13 +15,18 @@ from parallel.topology.dims import ParallelDims
 from parallel.wire.compress import CODECS
 
 
-def scale_for_mup(cfg: Config, module: nn.Module) -> None:
-    """Set initial values and learning rates for muP. Leaves parameter data, which modules may share,
-    untouched."""
+def set_rates(cfg: Config, module: nn.Module) -> None:
+    """Set initial values and learning rates for muP, and the rates of optim.groups. Leaves parameter data,
+    which modules may share, untouched."""
     width_ratio = mup_width_ratio(cfg.model)
     power = OPTIMIZERS[cfg.optim.name].mup_power
+    groups = parse_groups(cfg.optim.groups)
     for param in sharded_parameters(module):
-        param.spec = param.spec.with_mup(width_ratio, power)
+        spec = param.spec.with_mup(width_ratio, power)
+        group = find_group(groups, spec.role, spec.boxes[0].key)
+        if group is not None:
+            spec = replace(spec, group_lr_factor=group.lr_factor, group_weight_decay=group.weight_decay)
+        param.spec = spec
 
 
 def parallel_dims(cfg: Config, world_size: int) -> ParallelDims:

@@ -1,7 +1,7 @@
 """The pipeline stages of a rank, and the shape of what travels between them."""
 from config import Config, config_of_stage
 from model.precision import DTYPES
-from model.sharding import scale_for_mup
+from model.sharding import set_rates
 from model.shared_keys import widths_between_stages
 from model.split import split_layers
 from model.transformer import PipelineStage
@@ -37,6 +37,6 @@ def make_stages(cfg: Config, mesh: Mesh, rank_of_stage: tuple[int, ...]) -> dict
             table=table,
             ends_are_apart=ends_are_apart,
         )
-        scale_for_mup(cfg, stage)
+        set_rates(cfg, stage)
         stages[number] = stage
     return stages

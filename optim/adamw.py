@@ -33,8 +33,8 @@ class AdamW(Optimizer):
 
     def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
         for index, bucket in enumerate(self.buckets):
-            for elements, has_decay, lr_factor, _ in bucket.update_ranges:
-                rates = decoupled_rates(self.cfg, lr, has_decay, lr_factor)
+            for part in bucket.update_ranges:
+                rates = decoupled_rates(self.cfg, lr, part)
                 numbers = AdamWStep(
                     lr=rates.lr,
                     beta1=self.cfg.beta1,
@@ -45,7 +45,7 @@ class AdamW(Optimizer):
                     grad_scale=grad_scale,
                     is_good=is_good,
                 )
-                self.update_range(index, elements, numbers)
+                self.update_range(index, part.elements, numbers)
 
     def update_range(self, index: int, elements: slice, numbers: AdamWStep) -> None:
         """Update a range of the owned shard of bucket `index`: masters, moments and compute weights."""

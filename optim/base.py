@@ -12,6 +12,7 @@ from torch import Tensor
 
 from config import OptimConfig
 from parallel.sharding.bucket import Bucket
+from parallel.sharding.slots import UpdateRange
 from parallel.sharding.views import Moments
 from parallel.topology.mesh import Mesh
 
@@ -23,16 +24,17 @@ class Rates:
     weight_decay: float
 
 
-def decoupled_rates(cfg: OptimConfig, lr: float, has_decay: bool, lr_factor: float) -> Rates:
+def decoupled_rates(cfg: OptimConfig, lr: float, part: UpdateRange) -> Rates:
     """Return the learning rate and decoupled weight decay (arXiv 1711.05101) of a range of elements.
 
-    `has_decay` says whether the elements are decayed. `lr_factor` is their muP learning-rate factor.
-
-    A step shrinks a weight by lr * cfg.weight_decay whatever its factor, so the averaging time of a weight
-    under muP, 1 / (lr * weight_decay), is the same at every width (arXiv 2405.13698).
+    A step shrinks a weight by lr * weight_decay whatever its muP factor, so the averaging time of a weight
+    under muP, 1 / (lr * weight_decay), is the same at every width (arXiv 2405.13698). A factor of
+    optim.groups is a learning rate of its own: it changes both, as in a parameter group of torch.optim.
     """
-    weight_decay = cfg.weight_decay / lr_factor if has_decay else 0.0
-    return Rates(lr * lr_factor, weight_decay)
+    weight_decay = 0.0
+    if part.has_decay:
+        weight_decay = cfg.weight_decay if part.group_weight_decay is None else part.group_weight_decay
+    return Rates(lr * part.group_lr_factor * part.lr_factor, weight_decay / part.lr_factor)
 
 
 class Optimizer:
@@ -72,11 +74,11 @@ class Optimizer:
         need more than single elements. Nothing may change if `is_good` is False.
         """
         for index, bucket in enumerate(self.buckets):
-            for elements, has_decay, lr_factor, _ in bucket.update_ranges:
-                weight = bucket.weights.master[elements]
-                moments = [flats[index][elements] for flats in self.moments.values()]
-                grad = bucket.grads.local[elements] * grad_scale
-                rates = decoupled_rates(self.cfg, lr, has_decay, lr_factor)
+            for part in bucket.update_ranges:
+                weight = bucket.weights.master[part.elements]
+                moments = [flats[index][part.elements] for flats in self.moments.values()]
+                grad = bucket.grads.local[part.elements] * grad_scale
+                rates = decoupled_rates(self.cfg, lr, part)
                 updated = self.update_elements(
                     grad,
                     weight,

@@ -34,9 +34,9 @@ def local_sum_of_squares(buckets: list[Bucket], is_expert: bool) -> Tensor:
     for bucket in buckets:
         if bucket.is_expert != is_expert:
             continue
-        for elements, _, _, counted_in_norm in bucket.update_ranges:
-            if counted_in_norm:
-                norms.append(torch.linalg.vector_norm(bucket.grads.local[elements]))
+        for part in bucket.update_ranges:
+            if part.counted_in_norm:
+                norms.append(torch.linalg.vector_norm(bucket.grads.local[part.elements]))
     if not norms:
         return buckets[0].grads.local.new_zeros(())
     return torch.stack(norms).square().sum()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from config import OptimConfig
-from optim.base import Optimizer, copy_where
+from optim.base import Optimizer, copy_where, decoupled_rates
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
@@ -68,21 +68,26 @@ class TrustRatioOptimizer(Optimizer):
         ratios: Tensor,
         trust: float = 1.0,
     ) -> Tensor:
-        """Return the direction of bucket `index`, times trust * ratio in tensors that have a ratio."""
+        """Return the direction of bucket `index`, times trust * ratio in tensors that have a ratio, and times
+        the learning-rate factor of each range."""
         direction = self.direction(index, step, grad_scale)
         for box, values in get_boxes(self.buckets[index], direction):
             row = self.tensor_index.get(box.key)
             if row is not None:
                 values.mul_(trust * ratios[row])
+        for part in self.buckets[index].update_ranges:
+            if part.group_lr_factor != 1:
+                direction[part.elements] *= part.group_lr_factor
         return direction
 
     def weight_decay_term(self, index: int) -> Tensor:
-        """Return cfg.weight_decay * master for bucket `index`, 0 for elements without weight decay."""
+        """Return weight_decay * master for bucket `index`, 0 for elements without weight decay."""
         bucket = self.buckets[index]
         term = torch.zeros_like(bucket.weights.master)
-        for elements, has_decay, *_ in bucket.update_ranges:
-            if has_decay:
-                term[elements] = self.cfg.weight_decay * bucket.weights.master[elements]
+        for part in bucket.update_ranges:
+            rates = decoupled_rates(self.cfg, 1.0, part)
+            if rates.weight_decay:
+                term[part.elements] = rates.weight_decay * bucket.weights.master[part.elements]
         return term
 
 

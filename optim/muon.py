@@ -16,7 +16,7 @@ from torch import Tensor
 from config import OptimConfig
 from kernels.newton_schulz import newton_schulz
 from optim.adamw import AdamW
-from optim.base import Optimizer, copy_where, zeros_like_master
+from optim.base import Optimizer, copy_where, decoupled_rates, zeros_like_master
 from optim.muon_exchange import (
     BoxValues,
     exchange_boxes,
@@ -107,10 +107,11 @@ class Muon(Optimizer):
 
     def update_weights(self, bucket: Bucket, update: Tensor, lr: float, is_good: Tensor) -> None:
         """Apply a flat update [owned shard] to the masters of the bucket."""
-        for elements, _, lr_factor, _ in bucket.update_ranges:
-            weight = bucket.weights.master[elements]
-            decayed = weight * (1 - lr * self.cfg.weight_decay)
-            new_weight = decayed - lr * lr_factor * update[elements]
+        for part in bucket.update_ranges:
+            rates = decoupled_rates(self.cfg, lr, part)
+            weight = bucket.weights.master[part.elements]
+            decayed = weight * (1 - rates.lr * rates.weight_decay)
+            new_weight = decayed - rates.lr * update[part.elements]
             copy_where([weight], (new_weight,), is_good)
         bucket.weights.copy_master_to_local()
 

@@ -39,7 +39,8 @@ CHANGEABLE = {
              "mlp.router.aux.weight mlp.router.z_loss mlp.router.jitter mlp.router.bias_rate mlp.capacity "
              "mlp.capacity.factor mlp.capacity.drop mlp.capacity.pad",
     "train": "seq_len micro_batch global_batch ramp",
-    "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay clip",
+    "optim": "lr min_lr warmup decay decay_fraction decay_steps beta1 beta2 momentum weight_decay "
+             "groups clip",
     "parallel": f"{' '.join(axis.key for axis in AXES)} sp async_tp vpp schedule stages cp_kind ep_chunks "
                 "ep_bound zero recompute recompute_parts recompute_stages offload",
     "data": "path doc_mask fim_rate fim_spm_rate fim_split",

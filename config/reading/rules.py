@@ -43,6 +43,7 @@ from config.tree import is_below, ranged_values
 from model.delta import KimiConfig
 from model.mla import LatentConfig
 from model.mlp import MLPConfig
+from model.parameter_groups import group_rules
 from model.router import ExpertsConfig, mixture
 from model.shared_keys import sharing_rules
 
@@ -772,6 +773,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     cuda_graph_rules,
     rerun_rules,
     optimizer_state_rules,
+    group_rules,
     spike_rules,
     data_parallel_rules,
     batch_rules,

@@ -117,7 +117,14 @@ class Bucket:
             if start >= end:
                 continue
             spec = slot.param.spec
-            found = UpdateRange(slice(start, end), spec.has_decay, spec.lr_factor, slot.counted_in_norm)
+            found = UpdateRange(
+                slice(start, end),
+                has_decay=spec.has_decay,
+                lr_factor=spec.lr_factor,
+                group_lr_factor=spec.group_lr_factor,
+                group_weight_decay=spec.group_weight_decay,
+                counted_in_norm=slot.counted_in_norm,
+            )
             if ranges and ranges[-1][1:] == found[1:]:
                 merged_start = ranges.pop().elements.start
                 found = found._replace(elements=slice(merged_start, end))

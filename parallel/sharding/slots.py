@@ -57,9 +57,12 @@ class Slot:
 class UpdateRange(NamedTuple):
     """Elements of the owned shard with equal treatment.
 
-    lr_factor multiplies the learning rate. counted_in_norm: this rank counts them in the gradient norm.
+    has_decay, lr_factor, group_lr_factor and group_weight_decay are those of the ParameterSpec.
+    counted_in_norm: this rank counts them in the gradient norm.
     """
     elements: slice
     has_decay: bool
     lr_factor: float
+    group_lr_factor: float
+    group_weight_decay: float | None
     counted_in_norm: bool

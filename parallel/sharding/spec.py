@@ -66,7 +66,9 @@ class ParameterSpec:
     boxes: tuple[Box, ...]
     role: str  # a key of ROLES
     std: float = 0.0  # standard deviation of normal initial values
-    lr_factor: float = 1.0  # multiplies the learning rate
+    lr_factor: float = 1.0  # of muP, multiplies the learning rate
+    group_lr_factor: float = 1.0  # of optim.groups, too
+    group_weight_decay: float | None = None  # of optim.groups, instead of optim.weight_decay
     partial_over: tuple[str, ...] = ()
     is_expert: bool = False
 

@@ -27,7 +27,7 @@ from model.describe import mesh_of_one_stage
 from model.flops import keys_of_layer
 from model.precision import DTYPES
 from model.router import has_experts, mixture
-from model.sharding import scale_for_mup, sharding_config
+from model.sharding import set_rates, sharding_config
 from model.transformer import PipelineStage
 from parallel.context.zigzag import shard_batch
 from parallel.pipeline.executor import WeightGradStore
@@ -275,7 +275,7 @@ class PartRunner:
         self.recorder = recorder
         self.stage = PipelineStage(cfg, mesh, *layers_of_part(cfg, form.layer))
         part = self.stage.blocks[0] if self.stage.blocks else (self.stage.embedding or self.stage.head)
-        scale_for_mup(cfg, part)
+        set_rates(cfg, part)
         self.layer = form.layer
         if self.stage.head is not None and self.stage.head.mtp is not None:
             for module in self.stage.head.mtp.modules_ahead:

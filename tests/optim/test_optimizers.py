@@ -20,17 +20,18 @@ from parallel.topology.mesh import Mesh
 STEPS, LR, DECAY = 3, 0.01, 0.1
 
 
-def forecast_run(name):
+def forecast_run(name, groups=None):
     keys = {"optim.name": name, "optim.weight_decay": DECAY, "optim.eps": 1e-8, "train.dtype": "fp64"}
+    keys["optim.groups"] = groups
     cfg = with_values(tiny_config("llama3-tiny"), keys)
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10)
 
 
-def trained(name):
+def trained(name, groups=None):
     """(start, gradients of each step, end, run): {key: whole tensor} of a tiny model in fp64 under our
     optimizer, with made-up gradients.
     """
-    run = forecast_run(name)
+    run = forecast_run(name, groups)
     whole = lambda flat: {box.key: part.clone() for b in run.buckets for box, part in get_boxes(b, flat(b))}
     start, grads, stream = whole(lambda b: b.weights.master), [], torch.Generator().manual_seed(3)
     for step in range(1, STEPS + 1):
@@ -54,6 +55,30 @@ def test_an_optimizer_follows_the_rule_of_its_paper(name):
             w = rule(w, g[key], state, Update(step, LR, DECAY if w.dim() > 1 else 0.0))
         tolerance = 1e-9 if rule is RULES["muon"] else 1e-12
         torch.testing.assert_close(end[key], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_group_of_parameters_has_its_own_rate_and_decay(name):
+    """The first group that names a parameter counts; the decay is times the group's rate, as in torch."""
+    groups = "embedding: lr_factor 0.5, weight_decay 0.3; layers.1.*: lr_factor 2; norm: lr_factor 0"
+
+    def factor_and_decay(key, w):
+        if key == "embed.weight":
+            return 0.5, 0.3
+        if key.startswith("layers.1."):
+            return 2.0, DECAY if w.dim() > 1 else 0.0
+        return (1.0, DECAY) if w.dim() > 1 else (0.0, 0.0)
+
+    start, grads, end, _ = trained(name, groups)
+    for key, w in start.items():
+        factor, decay = factor_and_decay(key, w)
+        is_hidden = key.startswith("layers.") and w.dim() == 2
+        rule, state = RULES[name] if name != "muon" or is_hidden else adamw, {}
+        for step, g in enumerate(grads, 1):
+            w = rule(w, g[key], state, Update(step, factor * LR, decay))
+        tolerance = 1e-9 if rule is RULES["muon"] else 1e-12
+        torch.testing.assert_close(end[key], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")
+        assert torch.equal(end[key], start[key]) == (factor == 0), key
 
 
 def test_muon_keeps_one_moment_of_hidden_matrices_and_adamws_two_of_the_rest():

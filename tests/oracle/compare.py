@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import shlex
 from dataclasses import dataclass
 
 import ours
@@ -75,7 +76,7 @@ def prove(
     r = family.recipe
     name = f"{family.name}{' docs' * r.docs} mb{r.micro}"
     run = ours.run(
-        home, name.replace(" ", "-"), corpus, [*family.args.split(), *r.arguments(), *more.split()]
+        home, name.replace(" ", "-"), corpus, [*family.args.split(), *r.arguments(), *shlex.split(more)]
     )
 
     # what was read

@@ -216,6 +216,32 @@ def test_an_optimizer_trains_as_the_rule_of_its_paper(place, note, name):
     assert made[0].distance_of_libraries() <= distance
 
 
+class GroupedAdamW(theirs.TorchAdamW):
+    """torch.optim.AdamW with three groups of parameters more: the embedding, attention, and all norms."""
+
+    def __init__(self, model, recipe, rate) -> None:
+        super().__init__(model, recipe, rate)
+        for name, group in zip(self.params, self.optim.param_groups):
+            if "embed_tokens" in name:
+                group |= {"rate": 0.3, "weight_decay": 0.0}
+            elif ".self_attn." in name:
+                group |= {"rate": 2.0, "weight_decay": 0.5}
+            elif "norm" in name:
+                group |= {"rate": 0.5}
+
+
+@pytest.mark.slow
+def test_groups_of_parameters_train_as_torchs(place, note):
+    groups = (
+        "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 2, weight_decay 0.5; "
+        "norm: lr_factor 0.5"
+    )
+    family = replace(LLAMA, name="groups llama2")
+    more = f"--model.vocab_multiple 1 --optim.groups '{groups}'"
+    row, *_ = compare.prove(*place, family, more, optimizer=GroupedAdamW)
+    note(row)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name,power", [("lion", 1.0), ("muon", 0.5)])
 def test_mup_scales_the_rates_of_lion_and_muon(place, note, name, power):

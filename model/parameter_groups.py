@@ -1,0 +1,56 @@
+"""The rules of optim.groups, which need the names of the whole model."""
+from collections.abc import Iterator
+
+from config import Config
+from config.parameter_groups import ParameterGroup, find_group, parse_groups
+from config.rule import Rule
+from config.strict import ConfigError
+from model.describe import describe_model
+from parallel.sharding.spec import ROLES, ParameterSpec
+
+
+def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check optim.groups against the names of the whole model: each group has parameters, those that are
+    stored together have one group, and only what decays has a weight decay."""
+    try:
+        groups = parse_groups(cfg.optim.groups)
+    except ConfigError as error:
+        yield Rule(False, str(error))
+        return
+    if not groups:
+        return
+
+    decays = dict.fromkeys(groups, False)  # {group that has a parameter: whether any of them decays}
+    found: set[ParameterGroup] = set()
+    for spec, keys in whole_model(cfg):
+        of_keys = [find_group(groups, spec.role, key) for key in keys]
+        apart = next((place for place, group in enumerate(of_keys) if group != of_keys[0]), None)
+        if apart is not None:
+            yield Rule(
+                False,
+                f"optim.groups: {keys[0]} and {keys[apart]} are updated together, and not in the same group; "
+                "write a pattern that has both, such as layers.*.attn.*")
+        if of_keys[0] is not None:
+            found.add(of_keys[0])
+            decays[of_keys[0]] |= spec.has_decay
+    for group in groups:
+        known = f"a role ({', '.join(ROLES)}) or a pattern of names such as layers.*.attn.*"
+        yield Rule(
+            group in found,
+            f"optim.groups: {group.names} names no parameter that an earlier group leaves; use {known}")
+        yield Rule(
+            group.weight_decay is None or decays[group],
+            f"optim.groups: {group.names}: weight_decay {group.weight_decay}, and none of these parameters "
+            "decays (norms and biases have no weight decay); leave it out")
+
+
+def whole_model(cfg: Config) -> Iterator[tuple[ParameterSpec, list[str]]]:
+    """Yield each parameter of the model in one process, with the names of all that it stores."""
+    for number, part in enumerate(describe_model(cfg.model).parts):
+        table = [] if part.shared_table is None else [part.shared_table]
+        for param in (*part.params, *table):
+            keys = [box.key for box in param.spec.boxes]
+            if isinstance(part.layer, int):  # the description of the first block of its kind
+                layer = f"layers.{number - 1}."
+                keys = [layer + key.removeprefix(f"layers.{part.layer}.") for key in keys]
+            yield param.spec, keys
