@@ -250,13 +250,17 @@ class TrialObserver:
 
     def evaluation_end(self, step: int, loss: float | None, ids: list[int]) -> None:
         self.compare_metric(f"validation loss after step {step}", loss, step + 0.5)
-        self.compare_equal(f"sampled ids after step {step}", torch.tensor(ids), step + 0.5)
-        for index, logits in enumerate(self.logits_of_sample):
-            what = f"logits of sampled token {index} after step {step}"
-            if has_one_scale_for_padding(self.run.cfg):
-                self.names.add(what)
-            else:
-                self.compare_close(what, logits, step + 0.5)
+        logits = {
+            f"logits of sampled token {index} after step {step}": of_token
+            for index, of_token in enumerate(self.logits_of_sample)
+        }
+        what = f"sampled ids after step {step}"
+        if has_one_scale_for_padding(self.run.cfg):
+            self.names.update((what, *logits))
+        else:
+            self.compare_equal(what, torch.tensor(ids), step + 0.5)
+            for name, of_token in logits.items():
+                self.compare_close(name, of_token, step + 0.5)
         self.logits_of_sample.clear()
 
     def logits_computed(self, logits: Tensor) -> None:
