@@ -75,8 +75,8 @@ def pytest_addoption(parser):
     group.addoption(
         "--minutes",
         type=float,
-        help="with --changed: how long that may take, without the core; with --without-core, what has not begun "
-        "by then is skipped",
+        help="with --changed: how long that may take, without the core; with --without-core, what has not "
+        "begun by then is skipped",
     )
     group.addoption("--without-core", action="store_true", help="with --changed: only what the core has not")
     group.addoption("--record", metavar="FOLDER", help="note which test runs what (tests/footprints.py)")

@@ -14,7 +14,7 @@ from parallel.topology.mesh import Mesh
 WAYS_OUT = {
     "tables: lr_factor 2": "tables names no parameter .* use a role .embedding, .* or a pattern",
     "layers.9.*: lr_factor 2": "layers.9.* names no parameter",
-    "hidden: lr_factor 2; layers.*.attn.q.weight: lr_factor 3": "layers.*.attn.q.weight names no parameter that",
+    "hidden: lr_factor 2; layers.*.attn.q.weight: lr_factor 3": "layers.*.attn.q.weight names no parameter",
     "norm: weight_decay 0.1": "norm: weight_decay 0.1, and none of these parameters decays",
     "layers.*.attn.q.weight: lr_factor 2": "attn.q.weight and layers.0.attn.k.weight are updated together",
     "embedding": "expected NAMES: lr_factor NUMBER, weight_decay NUMBER; write it as",
