@@ -1,12 +1,12 @@
 """Rows that travel to their experts in 8 bits (parallel.compress_tokens fp8; DeepSeek-V3, arXiv 2412.19437,
 section 3.3.3).
 
-Quantized are the two exchanges towards the experts: the tokens in the forward, and in the backward the
-gradients of what the experts returned. Each row has a scale for every 128 channels, of which the last block
-may have fewer (kernels/fp8.py, kind group). Rows that return from the experts, forward and backward, and
-probabilities are exact. So bytes of a row of d channels, of c bytes each, in one of the two exchanges:
+Two of the four exchanges of rows are in e4m3: those to the experts, which take tokens in the forward, and in
+the backward the gradients of what the experts returned. Each row has a scale for every 128 channels; the last
+block may have fewer (kernels/fp8.py, kind group). What comes from the experts, and probabilities, are exact.
+In either exchange a row of d channels, of c bytes each, has
 
-    d + ceil(d / 128) g    instead of d c    g: bytes of a scale, 4 (fp64: 8)
+    d + ceil(d / 128) g bytes instead of d c    g: bytes of a scale, 4 (fp64: 8)
 
 An element x of a block whose largest is |X| has the scale s = |X| / 448, and arrives as y with
 
@@ -16,7 +16,8 @@ An element x of a block whose largest is |X| has the scale s = |X| / 448, and ar
 
 and is then rounded to the compute dtype. A non-finite element arrives as NaN.
 
-A row whose expert is on the rank of its token is quantized, too: so what an expert reads depends on no layout.
+A row whose expert is on the rank of its token is rounded, too: so the layout does not change what experts
+read.
 """
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def decode_rows(message: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 class ArrivingCodes(PendingExchange):
-    """An exchange of encoded rows in flight. Its result are the bytes; wait() decodes them."""
+    """An exchange of encoded rows in flight. Its `result` holds the bytes, which wait() decodes."""
 
     def __init__(self, exchange: PendingExchange, width: int, dtype: torch.dtype) -> None:
         super().__init__(exchange.result, exchange.transfer, exchange.source)

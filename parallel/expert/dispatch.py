@@ -22,11 +22,11 @@ bytes of the compute dtype, of fp32 or better):
     forward, backward   tokens         2 n each         t k etp d c     dropless; a dropped token is not sent
                         probabilities  1 each           t k etp g
 
-With parallel.compress_tokens a row that goes to its expert has d + ceil(d / 128) g bytes instead of d c, and
-one that returns has d c (parallel/expert/coded.py). Bytes are counted on the rank that owns the token (what
-it sends, and what it gets back), so they do not depend on the routing. Arriving rows are not permuted into expert order: the grouped GEMMs read them in place
+These are counted on the rank that owns the token (what it sends, and what it gets back), so they do not
+depend on the routing. Arriving rows are not permuted into expert order: the grouped GEMMs read them in place
 and write their results where they return from (kernels/grouped_gemm.py). If one rank holds all experts,
-nothing is sent and they read the tokens directly. FP8 GEMMs read copies in expert order (model/moe.py).
+nothing is sent and they read the tokens directly. FP8 GEMMs read copies in expert order (model/moe.py). With
+parallel.compress_tokens rows travel to the experts in 8 bits (parallel/expert/coded.py).
 
 The shared experts overlap with the exchanges: all their GEMMs but the last run during the dispatch, the last
 during the combine, and their gradients likewise (model/moe.py).

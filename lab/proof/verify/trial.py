@@ -587,7 +587,8 @@ def single_process(cfg: Config) -> Config:
     """Return the job for one process: the whole batch in one microbatch, no parallelism, only synchronous
     saves to disk.
 
-    See largest_micro_batch. With parallel.compress_tokens it rounds what would travel (rounded_rows). No step is computed twice, and the noise scale is not measured.
+    See largest_micro_batch. With parallel.compress_tokens it rounds what would travel (rounded_rows). No step
+    is computed twice, and the noise scale is not measured.
     """
     return replace(
         cfg,

@@ -42,8 +42,10 @@ from lab.proof.precision.paper import has_decay
 from lab.proof.precision.prover import Prover, judge
 from lab.proof.precision.recorded_run import RecordedRun, read_run, train_and_record
 from lab.proof.precision.recorder import LargestValue, record_run, same_bits
+from lab.proof.precision.row_errors import error_of_rows, row_errors
 from lab.proof.precision.single_run import unmoved_matrices
 from lab.proof.precision.two_runs import NOT_COMPARED, compare_runs
+from lab.proof.rounded_rows import rounded
 from model import delta, mamba
 from optim.adamw import AdamW
 from optim.base import Optimizer
@@ -121,6 +123,16 @@ def test_drawn_cells_hold(provers, which):
     cell = every[which * len(every) // DRAWN]
     print(cell.words(2))
     holds(provers(LLAMA, 2), cell)
+
+
+def test_rows_with_another_scale_or_a_hidden_infinity_are_seen():
+    sent = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    arrived = rounded(sent)
+    assert 0.5 < error_of_rows(sent, arrived) <= 1
+    assert error_of_rows(sent, torch.cat([arrived[:, :128], 1.2 * arrived[:, 128:]], 1)) > 1
+    sent[0, 0] = torch.inf
+    assert error_of_rows(sent, arrived) == torch.inf
+    assert row_errors({"tokens": 0.9})[1].share == torch.inf  # gradients that were never sent
 
 
 @pytest.mark.slow

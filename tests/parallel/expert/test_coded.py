@@ -210,9 +210,11 @@ def test_recompute_has_the_same_bits(ranks, recompute, dtype):
 
 def test_a_run_of_train_py_learns_alike(tmp_path):
     """As users start it: 20 steps of mixtral-tiny in bf16 on two ranks, with and without."""
-    words = f"mixtral-tiny --data.path {corpus(tmp_path)} --train.steps 20 --train.dtype bf16 --parallel.ep 2 "
-    words += "--train.seq_len 32 --train.global_batch 8 --train.micro_batch 2 --train.threads 1 --log.every 1 "
-    words += "--eval.every none --checkpoint.every none --optim.warmup 2 --log.dir " + str(tmp_path)
+    words = (
+        f"mixtral-tiny --data.path {corpus(tmp_path)} --log.dir {tmp_path} --log.every 1 --eval.every none "
+        "--train.steps 20 --train.dtype bf16 --train.seq_len 32 --train.global_batch 8 --train.micro_batch 2 "
+        "--train.threads 1 --checkpoint.every none --optim.warmup 2 --parallel.ep 2"
+    )
     losses = {}
     for name, more in {"plain": "", "coded": "--parallel.compress_tokens fp8"}.items():
         end = job(tmp_path / f"logs-{name}", 2, [*words.split(), *more.split(), "--log.name", name])
