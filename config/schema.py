@@ -274,6 +274,9 @@ class ParallelConfig:
     #   gradients: 8 bits (qgZ, arXiv 2306.10209), or low rank (arXiv 1905.13727; zero 0 only)
     compress_weights: Literal["none", "int8", "fp8"] = "none"  # lossy compression of the weights that zero 1
     #   to 3 gather (qwZ, arXiv 2306.10209); master weights stay exact
+    compress_tokens: Literal["none", "fp8"] = "none"  # lossy compression of the rows that go to the experts:
+    #   tokens, and backward the gradients of what experts return, in e4m3 with a scale for every 128 channels
+    #   (arXiv 2412.19437)
     compress_block: Count = 256  # number of elements that share a scale in int8 and fp8, a multiple of 64
     powersgd_rank: Count = 4  # rank of the compressed gradient of a matrix; a rank of at least the smaller
     #   side of the matrix loses nothing

@@ -87,6 +87,7 @@ NOT_LAYOUT = (
     "cp_kind",
     "ep_chunks",
     "ep_bound",
+    "compress_tokens",
     "offload",
 )
 SAVE_ID = re.compile(r"[0-9a-f]{32}")

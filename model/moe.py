@@ -17,7 +17,14 @@ from model.mlp import MLP
 from model.precision import fp8_of_layer
 from model.router import ROUTER_STATS, Router, RouterInputs
 from parallel.expert.bounded import plan_bounded_dispatch
-from parallel.expert.dispatch import Combine, Dispatch, DispatchPlan, ExpertRows, plan_dispatch
+from parallel.expert.dispatch import (
+    Combine,
+    Dispatch,
+    DispatchPlan,
+    ExpertRows,
+    RowExchange,
+    plan_dispatch,
+)
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import partial_over_tp
@@ -45,6 +52,11 @@ class MoE(nn.Module):
         self.token_shards = mesh.tp_cp.size  # per sequence
         self.row_bound = cfg.parallel.ep_bound if mesh.ep_etp.size > 1 else None
         self.is_bounded = self.row_bound is not None  # False while a step is computed again
+        self.row_exchange = RowExchange
+        if cfg.parallel.compress_tokens == "fp8" and mesh.ep_etp.size > 1:
+            from parallel.expert.coded import CodedRowExchange
+
+            self.row_exchange = CodedRowExchange
 
         # construction order = order in the bucket
         self.shared_gate = SharedExpertGate(cfg, layer) if experts.shared and experts.shared.gate else None
@@ -63,13 +75,13 @@ class MoE(nn.Module):
         plan = self.plan_dispatch(index, router_inputs is not None)
         if stats is not None and plan.num_over is not None:
             stats[self.num_experts + ROUTER_STATS.index("dropped")] += plan.num_over
-        dispatch = Dispatch(routed.flatten(0, 1), probs, plan, self.experts.late_grads)
+        dispatch = Dispatch(routed.flatten(0, 1), probs, plan, self.experts.late_grads, self.row_exchange)
         shared_activation = None
         if self.shared_experts is not None:
             shared_activation = self.shared_experts.hidden_activation(x)
 
         # experts: the next chunk arrives and the last one returns while one is computed
-        combine = Combine(plan, dispatch.late_grads)
+        combine = Combine(plan, dispatch.late_grads, self.row_exchange)
         for chunk, rows in zip(plan.chunks, dispatch.chunks()):
             combine.send(self.experts(rows, chunk.rows_per_expert))
 

@@ -26,6 +26,7 @@ is recorded (plan/parts.py); this file adds the communication of sharding, the p
     experts           4 k etp A / tp, and counts, per MoE layer and microbatch; 2 A over tp without sp
     + ep_chunks       the same bytes, with the row exchanges split into that many messages
     + ep_bound        ep_bound times the bytes; a step that is computed again is not counted
+    + compress_tokens in two of the four, d + ceil(d / 128) g bytes for d channels; g: 4, in fp64 8
     recompute full    repeats the communication of a block's forward, except for its last sum if nothing after
                       it is kept
     recompute norm    with sp, 2 more all-gathers A per block and microbatch

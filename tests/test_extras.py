@@ -27,7 +27,7 @@ ON_DEMAND = {
 }
 NEVER_HERE = {
     "durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow",
-    "model.bounded_rows",
+    "model.bounded_rows", "parallel.expert.coded",
 }
 PROGRAM = """
 import json, sys, train

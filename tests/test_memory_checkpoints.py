@@ -247,6 +247,9 @@ CHANGES = {  # of keys that change nothing of what a rank holds: (layout, both t
     "cp_kind": ("cp2", "", "", "--parallel.cp_kind ulysses"),
     "ep_chunks": ("dp2 zero1", f"{MIXTURE} --parallel.ep 2", "", "--parallel.ep_chunks 2"),
     "ep_bound": ("dp2 zero1", f"{MIXTURE} --parallel.ep 2", "", "--parallel.ep_bound 1.25"),
+    "compress_tokens": (
+        "dp2 zero1", f"{MIXTURE} --parallel.ep 2", "", "--parallel.compress_tokens fp8"
+    ),
     "offload": ("dp2 zero1", "--train.ema 0.9", "--parallel.offload both", "--parallel.offload none"),
     "timeout_s": ("dp2 zero0", "", "", "--parallel.timeout_s 200"),
     "elastic": ("dp2 zero0", "", "", "--parallel.elastic true"),

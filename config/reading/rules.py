@@ -174,6 +174,14 @@ def row_bound_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "parallel.ep_chunks", divisors(local))
 
 
+def compressed_token_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check parallel.compress_tokens: it needs experts."""
+    yield Rule(
+        cfg.parallel.compress_tokens == "none" or mixture(cfg.model) is not None,
+        "parallel.compress_tokens: compresses rows for experts, and no layer has any (model.mlp.kind); "
+        "leave it out")
+
+
 def expert_rank_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check the ranks that share experts."""
     parallel = cfg.parallel
@@ -768,6 +776,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     of_each_kind(mlp_rules),
     expert_rank_rules,
     row_bound_rules,
+    compressed_token_rules,
     of_each_kind(fp8_rules),
     mps_rules,
     cuda_graph_rules,

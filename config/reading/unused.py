@@ -205,6 +205,14 @@ TABLE = (
     ),
     UnusedKeys(
         section="parallel",
+        keys="compress_tokens",
+        when=lambda cfg, _: mixture(cfg.model) is not None and cfg.parallel.ep * cfg.parallel.etp == 1,
+        why="has no exchange to compress: every rank has all experts at parallel.ep 1",
+        remedy="leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
+        section="parallel",
         keys="schedule vpp",
         when=lambda cfg, _: cfg.parallel.pp == 1,
         why="has nothing to overlap at parallel.pp 1",

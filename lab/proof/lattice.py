@@ -48,6 +48,7 @@ SWITCHES = {  # the first value of each is the default
     "async_tp": (False, True),
     "ep_chunks": (1, 2, 3),
     "ep_bound": (None, 1.25, 8.0),  # rows are over the bound in some steps; in none
+    "compress_tokens": ("none", "fp8"),  # one process rounds the same (lab/proof/rounded_rows.py)
     "recompute": ("none", "selective", "full", "mixed"),
     "ramp": (False, True),
     "stages": (None, "uneven"),
@@ -221,6 +222,10 @@ IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
         lambda values, world: values["ep_bound"] is not None and values["ep"] * values["etp"] == 1,
     ),
     (
+        "parallel.compress_tokens: does nothing at ep 1 and etp 1",
+        lambda values, world: values["compress_tokens"] != "none" and values["ep"] * values["etp"] == 1,
+    ),
+    (
         "parallel.schedule: all are the same at pp 1",
         lambda values, world: values["schedule"] != "1f1b" and values["pp"] == 1,
     ),
@@ -369,7 +374,10 @@ class Lattice:
     def is_legal(self, values: Values) -> bool:
         """Return whether the cell can be proved: it is not idle, and train.py accepts it."""
         needs_experts = (
-            values["capacity"] is not None or values["ep_chunks"] > 1 or values["ep_bound"] is not None
+            values["capacity"] is not None
+            or values["ep_chunks"] > 1
+            or values["ep_bound"] is not None
+            or values["compress_tokens"] != "none"
         )
         if idle(values, self.world) or (needs_experts and not has_path(self.cfg, "model.mlp.capacity")):
             return False  # cheap to check

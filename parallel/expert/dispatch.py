@@ -25,7 +25,8 @@ bytes of the compute dtype, of fp32 or better):
 These are counted on the rank that owns the token (what it sends, and what it gets back), so they do not
 depend on the routing. Arriving rows are not permuted into expert order: the grouped GEMMs read them in place
 and write their results where they return from (kernels/grouped_gemm.py). If one rank holds all experts,
-nothing is sent and they read the tokens directly. FP8 GEMMs read copies in expert order (model/moe.py).
+nothing is sent and they read the tokens directly. FP8 GEMMs read copies in expert order (model/moe.py). With
+parallel.compress_tokens rows travel to the experts in 8 bits (parallel/expert/coded.py).
 
 The shared experts overlap with the exchanges: all their GEMMs but the last run during the dispatch, the last
 during the combine, and their gradients likewise (model/moe.py).
@@ -424,9 +425,15 @@ class Dispatch:
     """
 
     def __init__(
-        self, x: Tensor, probs: Tensor, plan: DispatchPlan, late_grads: LateWeightGrads | None = None
+        self,
+        x: Tensor,
+        probs: Tensor,
+        plan: DispatchPlan,
+        late_grads: LateWeightGrads | None = None,
+        exchange: "type[RowExchange] | None" = None,
     ) -> None:
-        """Send x [t, d] and probs [t, k], the weights of the choices in fp32 or better."""
+        """Send x [t, d], by default with a RowExchange, and probs [t, k], the weights of the choices in fp32
+        or better."""
         self.plan = plan
         probs = probs.reshape(-1, 1)
         if plan.padded:  # append a token of zeros and its choice
@@ -441,7 +448,8 @@ class Dispatch:
         if plan.group.size > 1:
             self.prob_exchange = RowExchange(plan.group, [plan.prob_counts])
             (self.probs,) = _SendRows.apply(prob_rows, self.prob_exchange)
-            self.row_exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
+            make_exchange = exchange or RowExchange
+            self.row_exchange = make_exchange(plan.group, [chunk.counts for chunk in plan.chunks])
             x_rows = permute(x, *plan.sent_rows)
             self.x_rows = _SendRows.apply(x_rows, self.row_exchange)
 
@@ -466,12 +474,19 @@ class Dispatch:
 
 class Combine:
     """Rows in flight back to their tokens: sent chunk by chunk, received by tokens(). One all-to-all for each
-    chunk, or none on one rank, whose experts return the sums. late_grads is that of the Dispatch."""
+    chunk, or none on one rank, whose experts return the sums. late_grads and exchange are those of the
+    Dispatch."""
 
-    def __init__(self, plan: DispatchPlan, late_grads: LateWeightGrads | None = None) -> None:
+    def __init__(
+        self,
+        plan: DispatchPlan,
+        late_grads: LateWeightGrads | None = None,
+        exchange: "type[RowExchange] | None" = None,
+    ) -> None:
         self.plan = plan
         self.late_grads = late_grads
-        self.exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
+        make_exchange = exchange or RowExchange
+        self.exchange = make_exchange(plan.group, [chunk.counts for chunk in plan.chunks])
         self.sent: list[Tensor] = []  # in flight
 
     def send(self, rows: Tensor) -> None:
@@ -566,8 +581,8 @@ class _SendRows(torch.autograd.Function):
 
 
 class _ReceiveRows(torch.autograd.Function):
-    """Wait for a chunk at the experts. The backward starts sending its gradients back and overlaps the
-    deferred weight gradients with that."""
+    """Wait for a chunk at the experts; of x, what _SendRows returned, only the shape is read. The backward
+    starts sending its gradients back and overlaps the deferred weight gradients with that."""
 
     @staticmethod
     def forward(
@@ -576,8 +591,8 @@ class _ReceiveRows(torch.autograd.Function):
         ctx.exchange = exchange
         ctx.chunk = chunk
         ctx.late_grads = late_grads
-        exchange.wait_chunk(chunk)
-        return x.view_as(x)
+        arrived = exchange.wait_chunk(chunk)
+        return arrived.view(arrived.shape)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:

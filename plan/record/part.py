@@ -171,7 +171,9 @@ def get_part_record(form: PartForm) -> PartRecord:
     """
     cfg = form.cfg
     if isinstance(form.layer, str) or not has_experts(cfg.model, form.layer):
-        form = form._replace(cfg=with_keys(cfg, "parallel", ep=1, etp=1, ep_chunks=1, ep_bound=None))
+        undivided = with_keys(
+            cfg, "parallel", ep=1, etp=1, ep_chunks=1, ep_bound=None, compress_tokens="none")
+        form = form._replace(cfg=undivided)
         if form.cfg != cfg:
             return get_part_record(form)
 

@@ -141,6 +141,7 @@ CASES = [
      "parallel.ep_bound", False),
     (having(**MIXTURE, parallel__ep=2, parallel__ep_bound=1.5, parallel__ep_chunks=3), 2,
      "parallel.ep_chunks", True),
+    (having(parallel__compress_tokens="fp8"), 2, "parallel.compress_tokens", False),
     (having(**MIXTURE, parallel__ep=3), 3, "parallel.ep", True),
     (having(**MIXTURE, parallel__ep=4), 2, "parallel.ep", True),
     (having(**MIXTURE, parallel__etp=5), 4, "parallel.etp", True),

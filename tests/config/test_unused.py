@@ -41,6 +41,7 @@ CASES = (
     ({"sp": "true", "async_tp": "true"}, "", "--parallel.tp 2", 2),
     ({"ep_chunks": 2}, "--model.mlp experts", "--model.mlp experts --parallel.ep 2", 2),
     ({"ep_bound": 1.5}, "--model.mlp experts", "--model.mlp experts --parallel.ep 2", 2),
+    ({"compress_tokens": "fp8"}, "--model.mlp experts", "--model.mlp experts --parallel.etp 2", 2),
     ({"schedule": "gpipe", "vpp": 3}, "", "--parallel.pp 2", 2),
     ({"cp_kind": "ulysses"}, "", "--parallel.cp 2", 2),
     ({"zero": 1, "reduce": "ring", "compress": "int8", "compress_weights": "int8"}, "--parallel.tp 1", "", 2),

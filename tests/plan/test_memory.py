@@ -227,6 +227,7 @@ OTHERS = {
         {"parallel.ep": 2},
         {"parallel.ep": 2, "parallel.ep_chunks": 2},
         {"parallel.ep": 2, "parallel.ep_bound": 1.5},
+        {"parallel.ep": 2, "parallel.compress_tokens": "fp8"},
         SP | {"parallel.ep": 2},
         PP | {"parallel.schedule": "zb-v"},
         {"parallel.ep": 2, "parallel.recompute": "full"},

@@ -154,6 +154,7 @@ MIXTURES = [
     (2, "--parallel.ep 2 --model.mlp.capacity.factor 1.0 --model.mlp.capacity.pad true"),
     (2, "--parallel.ep 2 --parallel.ep_bound 8"),
     (4, "--parallel.ep 2 --parallel.etp 2 --parallel.ep_bound 8 --parallel.ep_chunks 2"),
+    (2, "--parallel.ep 2 --parallel.compress_tokens fp8 --train.dtype bf16"),
     (4, "--parallel.tp 2 --parallel.sp true --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name muon --parallel.ep 2 --parallel.zero 1"),
     (4, "--optim.name lamb --parallel.ep 2 --parallel.tp 2"),
@@ -183,10 +184,13 @@ def test_a_bound_on_rows_leaves_one_host_read_a_step(chunks):
     keys = "--parallel.ep 2 --train.dtype bf16 --parallel.recompute full --parallel.ep_chunks".split()
     cfg = resolve("mixtral-tiny", None, [*MIXTURE, *BATCH, *keys, chunks])
     bounded = with_values(cfg, {"parallel.ep_bound": 1.25})
-    exact, reads = (get_part_record(each, 2, 0, CHIPS["h100"]).host_reads for each in (cfg, bounded))
+    coded = with_values(bounded, {"parallel.compress_tokens": "fp8"})
+    exact, reads, reads_of_coded = (
+        get_part_record(each, 2, 0, CHIPS["h100"]).host_reads for each in (cfg, bounded, coded)
+    )
     mixtures, microbatches = cfg.model.layers, cfg.train.global_batch // 2 // cfg.train.micro_batch
     assert exact == 2 * mixtures * microbatches * [("parallel/expert/dispatch.py", "with_values")]
-    assert reads == [("model/bounded_rows.py", "all_rows_fit")]
+    assert reads == reads_of_coded == [("model/bounded_rows.py", "all_rows_fit")]
 
 
 ONE_LAYER_EACH = "--model.layers 2 --train.micro_batch 1".split()

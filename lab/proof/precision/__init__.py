@@ -6,6 +6,8 @@ optimizer, every ZeRO stage, on real files. After every step the following must 
     agreement    own weights == masters rounded to the compute dtype; what forward and backward read == the
                  concatenated shards of all ranks (in 8 bits: as parallel/wire/compress.py defines it);
                  replicas are equal; all of it bit for bit
+    8-bit rows   with parallel.compress_tokens, what arrives at the experts == what was sent, to the bound of
+                 each element's block (lab/proof/rounded_rows.py)
     update       masters and moments == the optimizer's paper, computed here in fp64 from the gradients and
                  the previous masters and moments, so that weights cannot move without masters, nor
                  masters without weights
@@ -75,6 +77,7 @@ The modules; each imports only those above it:
     job                 the job: a tiny recipe and its data
     cells               the proved dtypes, optimizers, ZeRO stages and layouts
     errors              a number with its bound; norms
+    row_errors          rows that travel in 8 bits
     recorder            records a run on one rank
     recorded_run        a complete run: the joined records of all ranks
     paper               the optimizers' papers in fp64

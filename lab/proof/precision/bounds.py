@@ -9,7 +9,7 @@ from config import Config, ConfigError, ModelConfig, NoPart, fp8_recipe, layer_i
 from kernels.fp8_linear import RECIPES
 from lab.proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
 from lab.proof.precision.paper import MUON_SLOPE
-from model.router import mixture
+from model.router import has_experts, mixture
 
 # Tensors that kernels round in fp32 before their result, in series
 CONV = 4  # sums over four tokens, before SiLU
@@ -128,14 +128,17 @@ def gradient_error(cfg: Config) -> float:
     ends = ENDS * UNIT[cfg.train.dtype] ** 2
     recipe = fp8_recipe(cfg.train)
     output_grad = UNIT_OF_8_BITS[RECIPES[recipe].gradient_dtype] if recipe else 0.0
+    sends_8_bits = cfg.parallel.compress_tokens != "none" and cfg.parallel.ep * cfg.parallel.etp > 1
     forward: list[float] = []
     backward = ends
     for layer in range(cfg.model.layers):
         roundings = rounding_squares(cfg, layer)
         linears = sum(part.linears for part in parts(cfg.model, layer)) if layer_in_fp8(cfg, layer) else 0
-        # each linear rounds x and W in the forward, W and x in the backward, and dy twice
-        forward.append(roundings + linears * 2 * E4M3**2)
-        backward += roundings + linears * (2 * E4M3**2 + 2 * output_grad**2)
+        # each linear rounds x and W in the forward, W and x in the backward, and dy twice; the experts' first
+        # reads rows that were rounded, as does its weight gradient, and its last a rounded dy
+        rows = has_experts(cfg.model, layer) and sends_8_bits
+        forward.append(roundings + (2 * linears + rows) * E4M3**2)
+        backward += roundings + (2 * linears + 2 * rows) * E4M3**2 + 2 * linears * output_grad**2
     squares = through_layers(cfg.model, ends, forward) + backward
     return SIGMAS * math.sqrt(squares / 6)
 

@@ -50,6 +50,7 @@ EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, train.fp8 and model.mtp
     {"recompute": "selective"},
     {"recompute": "full"},
     {"mtp": MTPConfig()},
+    {"compress_tokens": "fp8"},
 )
 BLOCKS = {"blockwise": 16}  # {train.fp8: the side of its blocks, if the format leaves it free}
 PREFIXES = {  # put before the value of a key in the name of a cell
@@ -59,6 +60,7 @@ PREFIXES = {  # put before the value of a key in the name of a cell
     "offload": "offload ",
     "compress_weights": "weights ",
     "compress_block": "block ",
+    "compress_tokens": "tokens ",
     "fp8": "fp8 ",
     "recompute": "recompute ",
 }
@@ -142,6 +144,8 @@ def is_runnable(cell: Cell, name: str, world: int, overrides: Overrides = Overri
     if "fp8" in extra and cell.dtype != "fp8":
         return False
     if "compress_weights" in extra and world == 1:
+        return False
+    if "compress_tokens" in extra and not LAYOUTS[world][cell.layout].keys() & {"ep", "etp"}:
         return False
     try:
         family = precision_config(name, "none", cell.dtype, cell.optimizer, overrides=overrides)

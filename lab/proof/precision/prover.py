@@ -10,6 +10,7 @@ from lab.proof.precision.cells import Cell
 from lab.proof.precision.errors import BoundedError
 from lab.proof.precision.job import SPOILT_STEP, precision_config, single_process, write_corpus
 from lab.proof.precision.recorded_run import RecordedRun, train_and_record
+from lab.proof.precision.row_errors import row_errors
 from lab.proof.precision.single_run import digit_errors, norm_errors, unmoved_matrices, update_errors
 from lab.proof.precision.two_runs import compare_runs
 from lab.proof.verify.overrides import Overrides
@@ -22,6 +23,8 @@ def judge(run: RecordedRun, reference: RecordedRun | None, against: str) -> Verd
     """Judge a run alone, and against a reference if there is one (see compare_runs)."""
     wrong = [*run.wrong, *unmoved_matrices(run)]
     errors = [*norm_errors(run), *digit_errors(run), *update_errors(run)]
+    if run.cfg.parallel.compress_tokens != "none":
+        errors += row_errors(run.rows)
     if reference is not None:
         errors += compare_runs(run, reference, against)
     return wrong, errors

@@ -27,6 +27,7 @@ class RecordedRun:
     steps: for each state the step number, its loss, norm and whether it was good (ok), and the loss scale
         (scale) and count of good steps (good) after it.
     largest: for each state the largest finite value in fp16 of the step before it, 0 in other dtypes.
+    rows: {kind of rows in 8 bits: the largest error of the run} (row_errors.py).
     wrong: outright errors.
     """
 
@@ -37,6 +38,7 @@ class RecordedRun:
     grads: list[Tensors]
     steps: list[dict[str, Any]]
     largest: list[float]
+    rows: dict[str, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -69,6 +71,9 @@ def read_run(cfg: Config, folder: Path, world: int) -> RecordedRun:
     steps = records[0]["steps"]
     largest = [max(values) for values in zip(*(record["largest"] for record in records))]
     run = RecordedRun(cfg, masters=[], moments=[], weights=[], grads=[], steps=steps, largest=largest)
+    for record in records:
+        for kind, error in record["rows"].items():
+            run.rows[kind] = max(run.rows.get(kind, 0.0), error)
 
     said = [f"rank {rank}: {what}" for rank, record in enumerate(records) for what in record["wrong"]]
     run.wrong += dict.fromkeys(said)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from config import Config
+from lab.proof.precision.row_errors import watched_rows
 from lab.proof.verify.loop import run_loop
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -294,7 +295,12 @@ def record_run(world: World, cfg: Config, folder: Path, spoilt: frozenset[int]) 
     is_replicated = cfg.parallel.zero == 0 or cfg.parallel.dp_rep > 1
     values = LargestValue(torch.float16)
     watch = RunRecorder(spoilt, spoils=is_replicated or world.rank == world.size - 1, values=values)
-    with values if cfg.train.dtype == "fp16" else contextlib.nullcontext():
+    rows: dict[str, float] = {}
+    with contextlib.ExitStack() as stack:
+        if cfg.train.dtype == "fp16":
+            stack.enter_context(values)
+        if cfg.parallel.compress_tokens != "none":
+            stack.enter_context(watched_rows(rows))
         code = run_loop(world, cfg, folder, watch)
-    torch.save(watch.finish(), folder / f"record.{world.rank}")
+    torch.save(watch.finish() | {"rows": rows}, folder / f"record.{world.rank}")
     return code

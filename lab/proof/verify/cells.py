@@ -23,6 +23,7 @@ def words(values: Values, world: int) -> list[str]:
         ("async-tp", values["async_tp"]),
         (f"ep-chunks{values['ep_chunks']}", values["ep_chunks"] > 1),
         (f"ep-bound{values['ep_bound']}", values["ep_bound"] is not None),
+        (f"tokens-{values['compress_tokens']}", values["compress_tokens"] != "none"),
         (f"zero{values['zero']}", True),
         (values["schedule"], values["pp"] > 1),
         (f"vpp{values['vpp']}", values["vpp"] is not None),

@@ -19,6 +19,7 @@ CELL_WORDS = {
     "parallel.async_tp": "async-tp or no-async-tp",
     "parallel.ep_chunks": "ep-chunks2 or ep-chunks3",
     "parallel.ep_bound": "ep-bound1.25, ep-bound8.0 or no-ep-bound1.25",
+    "parallel.compress_tokens": "tokens-fp8 or no-tokens-fp8",
     "parallel.schedule": "gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipe-v",
     "parallel.vpp": "vpp4 or no-vpp4",
     "parallel.cp_kind": "cp-ring or cp-ulysses",

@@ -32,6 +32,7 @@ from config.reading.tiny import SAVED
 from data.loader import BatchLoader
 from kernels import cross_entropy, partial_attention
 from lab.proof.lattice import TRUNK_STEPS
+from lab.proof.rounded_rows import rounded_rows
 from lab.proof.verify.loop import run_loop
 from lab.proof.verify.tiny_config import (
     LAST,
@@ -572,13 +573,15 @@ def run_trunk(cfg: Config, home: Path) -> None:
         if point == "step.begin" and step == TRUNK_STEPS:
             (folder / "STOP").write_text("requeue\n")
 
-    run_loop(World(), cfg, folder, stop)
+    with rounded_rows(cfg):
+        run_loop(World(), cfg, folder, stop)
 
 
 def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
     """Return {name: value} from one process that trains LAST steps of a `single_process` job."""
     observer = TrialObserver(run_folder(cfg, home), None)
-    run_loop(World(), cfg, observer.folder, observer, observer.logits_computed)
+    with rounded_rows(cfg):
+        run_loop(World(), cfg, observer.folder, observer, observer.logits_computed)
     observer.compare_begun_steps()
     observer.compare_files()
     return observer.recorded
@@ -588,11 +591,12 @@ def single_process(cfg: Config) -> Config:
     """Return the job for one process: the whole batch in one microbatch, no parallelism, only synchronous
     saves to disk.
 
-    See largest_micro_batch. No step is computed twice, and the noise scale is not measured.
+    See largest_micro_batch. With parallel.compress_tokens it rounds what would travel (rounded_rows). No step
+    is computed twice, and the noise scale is not measured.
     """
     return replace(
         cfg,
-        parallel=config.ParallelConfig(),
+        parallel=config.ParallelConfig(compress_tokens=cfg.parallel.compress_tokens),
         train=replace(
             cfg.train,
             micro_batch=largest_micro_batch(cfg.train),

@@ -2,6 +2,7 @@
 on them.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -86,6 +87,8 @@ MIXTURES = [
     dict(ep=4, ep_bound=8.0),
     dict(tp=2, ep=2, etp=2, ep_bound=8.0, recompute="full"),
     dict(pp=2, ep=2, ep_chunks=2, ep_bound=8.0, schedule="zb-v"),
+    dict(ep=4, ep_chunks=2, compress_tokens="fp8"),
+    dict(tp=2, ep=2, etp=2, ep_bound=8.0, recompute="full", compress_tokens="fp8"),
 ]
 PARTS = "core,norm,act"
 AGAIN = [
@@ -313,6 +316,22 @@ def test_chunks_send_the_same_bytes_in_more_messages(ranks, dtype):
     times = model.layers * cfg.train.global_batch // (2 * 2)  # two sequences on each of two ranks
     for chunks, ledgers in seen.items():
         assert ledgers == {(times * (3 + 4 * chunks), times * layer)}, chunks
+
+
+@pytest.mark.slow(every=2)
+@pytest.mark.parametrize("dtype, hidden", [("bf16", 144), ("fp32", 32)])
+def test_rows_in_8_bits_are_half_of_two_of_four_exchanges(ranks, dtype, hidden):
+    """By hand: to the experts a byte for each channel and 4 for every 128, back what the dtype has."""
+    cfg = laid("mixtral-tiny", dict(ep=2, compress_tokens="fp8"), dtype=dtype, micro_batch=2)
+    cfg = with_values(cfg, {"model.hidden": hidden})
+    there, back = hidden + 4 * math.ceil(hidden / 128), hidden * (2 if dtype == "bf16" else 4)
+    rows = 2 * cfg.train.seq_len * cfg.model.mlp.top_k
+    layer = 8 * cfg.model.mlp.experts + rows * (2 * there + 2 * back + 2 * 4)
+    times = cfg.model.layers * cfg.train.global_batch // (2 * 2)  # two sequences on each of two ranks
+    for rank, (ledger, _) in enumerate(ranks(2).run(counted, cfg)):
+        assert ledger["ep_etp", "all_to_all"] == (times * 7, times * layer)
+        planned = wire.step_bytes(make_rank_job(cfg, 2, rank))
+        assert planned["ep_etp", "all_to_all"] == ledger["ep_etp", "all_to_all"]
 
 
 @pytest.mark.slow(every=2)
