@@ -134,7 +134,7 @@ def add_model_options(model: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h200")
     model.add_argument(
-        "--chips", action="store_true", help="also a table of all these GPUs, with the layers that fit each"
+        "--chips", action="store_true", help="also a table of all GPUs, with layers that fit each of them"
     )
     model.add_argument("--tiny", action="store_true", help="tiny models of the same kinds")
     model.add_argument("--page", default="", help="the Markdown file whose tables are replaced")
