@@ -59,7 +59,7 @@ from plan.record.check import check
 from plan.record.events import without_collection
 from plan.record.launches import CHIPS, Chip
 from plan.record.links import ClusterLinks, seconds_of_exchange
-from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, get_rates, ratios
+from plan.record.rates import HOST_EXCHANGE, HOST_LINK, LaunchRates, Sheet, assumed_of, get_rates, ratios
 from plan.record.rates import seconds as launch_seconds
 from plan.record.role import Program, collect_answers, record_role, training_program
 from plan.record.snapshot import snapshot
@@ -329,7 +329,8 @@ def modelled_step(
     scaled = f", by the data sheet of this GPU ({factors})" if factors else ""
     share = Efficiency()
     assumed = (
-        f"modelled, not measured: rates assumed of an H200 (lab/docs/step-model.md){scaled}; exchanges alone "
+        f"modelled, not measured: rates assumed for {assumed_of(where.gpu).gpu.upper()} "
+        f"(lab/docs/step-model.md){scaled}; exchanges alone "
         f"on {100 * share.inside:.0f} % of the links in a node, {100 * share.between:.0f} % of those between "
         "nodes"
     )

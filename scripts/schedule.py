@@ -4,8 +4,9 @@
 
 Checks the lists of ops that the pipeline would run (complete, in order, no deadlock, every transfer meets its
 peer), simulates them, prints the timeline, the bubble and each rank's activation peak, and draws a picture.
---list shows every schedule. --run NAME runs a step of a small recipe on real ranks of this machine and
-compares it with a simulation from the measured times.
+--list shows every schedule. --lanes --hop 0.1 shows how much longer the step of each is where the transfers
+of a direction run in order, as NCCL's do, than where they wait for nothing but their data. --run NAME runs a
+step of a small recipe on real ranks of this machine and compares it with a simulation from the measured times.
 """
 import argparse
 import json
@@ -63,6 +64,8 @@ PICTURES = (".png", ".svg", ".pdf")
 REQUIRED_MICROBATCHES = {"interleaved": "a multiple of p"}  # the other schedules: any number
 WITH_OVERLAP = "dualpipe-v"  # overlaps a forward and a backward
 OVERLAPPED = ", overlapped "  # before the second formula of such a schedule
+LANE_RANKS, LANE_MICROBATCHES = (4, 8, 16), (8, 16, 32, 64)  # the sizes that --lanes compares
+LANE_CHUNKS = {"interleaved": (2, 4)}
 
 
 # ---- command line ----------------------------------------------------------------------------------------
@@ -102,6 +105,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--width", type=int, help="columns of the timeline (those of the terminal if not set)")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--list", action="store_true", help="show every schedule: its bubble, memory and requirements")
+    add("--lanes", action="store_true", help="show what every schedule loses to transfers that run in order")
     return parser
 
 
@@ -126,6 +130,9 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     if args.list:
         print_schedules(args.json)
+        return 0
+    if args.lanes:
+        print_lanes(args)
         return 0
     check_options(args)
 
@@ -173,6 +180,44 @@ def print_schedules(as_json: bool) -> None:
         if overlapped:
             cells.append(["  overlapped", "", "", overlapped, ""])
     print("\n".join(aligned([rows[0].keys(), *cells])))
+
+
+def print_lanes(args: argparse.Namespace) -> None:
+    """Print what every schedule loses to transfers in order. Raises ConfigError without --hop."""
+    if not args.hop:
+        raise ConfigError("--lanes: transfers that take no time lose none; add --hop, such as --hop 0.1")
+    rows = lane_losses(*(float(value) for value in (args.f, args.i, args.w, args.hop)))
+    if args.json:
+        print(json.dumps(rows))
+        return
+    cells: list[list[str]] = [["kind", "chunks", "ranks", *(f"m = {m}" for m in LANE_MICROBATCHES)]]
+    for row in rows:
+        losses = ("-" if loss is None else f"{loss:.2f} %" for loss in row["loss"])
+        cells.append([row["kind"], str(row["chunks"]), str(row["pp"]), *losses])
+    print("\n".join(aligned(cells)))
+
+
+def lane_losses(f: float, i: float, w: float, hop: float) -> list[dict]:
+    """Return each schedule's losses in percent at LANE_MICROBATCHES, None where it does not exist.
+
+    Times are of a forward and backward through all chunks of a rank, and of a transfer.
+    """
+    rows: list[dict] = []
+    for kind, row in SCHEDULES.items():
+        for chunks in LANE_CHUNKS.get(kind, (row.chunks,)):
+            for pp in LANE_RANKS:
+                losses: list[float | None] = []
+                for microbatches in LANE_MICROBATCHES:
+                    if kind in REQUIRED_MICROBATCHES and microbatches % pp:
+                        losses.append(None)
+                        continue
+                    schedule = make_schedule(kind, pp, microbatches, chunks)
+                    cost = share(schedule, f, i, w)
+                    free = simulate(schedule.order, schedule.n_stages, cost, hop).makespan
+                    lanes = simulate_on_lanes(schedule.with_transfers, schedule.rank_of_stage, cost, hop)
+                    losses.append(100 * (lanes.makespan / free - 1))
+                rows.append({"kind": kind, "chunks": chunks, "pp": pp, "loss": losses})
+    return rows
 
 
 def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:

@@ -11,7 +11,7 @@
         first contact with a GPU: rates, steps, right or wrong, modelled against measured
     python -m scripts.bench kernels [--dtype bf16]
         each kernel on the CPU, against plain torch operations
-    python -m scripts.bench model [SCENARIO ...] [--gpu h200] [--page FILE]
+    python -m scripts.bench model [SCENARIO ...] [--gpu h200] [--chips] [--page FILE]
         the time of a large model's step on a GPU, modelled launch by launch; needs no GPU
     torchrun --standalone --nproc-per-node 2 -m scripts.bench machine [--out FILE]
         products, memory and links of this machine, for the planner's forecast
@@ -132,7 +132,10 @@ def add_model_options(model: argparse.ArgumentParser) -> None:
     model.add_argument(
         "scenarios", nargs="*", metavar="SCENARIO", help="of lab/benchmarks/step_model.py; none: all of them"
     )
-    model.add_argument("--gpu", choices=("h100", "h200"), default="h200")
+    model.add_argument("--gpu", choices=("h100", "h200", "b200"), default="h200")
+    model.add_argument(
+        "--chips", action="store_true", help="also a table of all GPUs, with layers that fit each of them"
+    )
     model.add_argument("--tiny", action="store_true", help="tiny models of the same kinds")
     model.add_argument("--page", default="", help="the Markdown file whose tables are replaced")
     model.add_argument(

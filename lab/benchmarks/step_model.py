@@ -3,7 +3,7 @@
     python -m scripts.bench model                       every scenario
     python -m scripts.bench model dense moe             two of them
     python -m scripts.bench model --json > FILE         results for a later comparison
-    python -m scripts.bench model --page lab/docs/step-model.md --before FILE
+    python -m scripts.bench model --chips --page lab/docs/step-model.md --before FILE
                                                         write the tables to the page
 
 Nothing is timed. The launches are those of the real train_step (plan/record/launches.py). The purpose and the
@@ -42,11 +42,10 @@ from plan.count import flops_per_token, parameters
 from plan.record.launches import CHIPS, Chip, Recorder, simulated_gpu, without_initial_weights
 from plan.record.rates import (
     ASSUMED,
-    BANDWIDTH,
+    ASSUMED_RATES,
     HOST,
     HOST_READ,
     LEVELS,
-    RATES,
     SHORTEST,
     TERA,
     LaunchRates,
@@ -95,6 +94,7 @@ SCENARIOS = {
     "dense-128k": Scenario("dense-128k"),
     "8b": Scenario("8b"),
     "8b+states": Scenario("8b", optim=BF16_STATES),
+    "8b+tensorwise": Scenario("8b", train=fp8("tensorwise")),
     "moe": Scenario("moe"),
     "moe+states": Scenario("moe", optim=BF16_STATES),
     "packed": Scenario("packed"),
@@ -107,11 +107,13 @@ SCENARIOS = {
     "dense+tensorwise": Scenario("dense", train=fp8("tensorwise")),
     "dense+rowwise": Scenario("dense", train=fp8("rowwise")),
     "dense+blockwise": Scenario("dense", train=fp8("blockwise")),
+    "dense+mxfp8": Scenario("dense", train=fp8("mxfp8")),
     "moe+tensorwise": Scenario("moe", train=fp8("tensorwise")),
     # what kernels/unproven/ would gain
     "dense+qk_norm+unproven": Scenario("dense", {"mixer": {"qk_norm": "head"}}, train=UNPROVEN),
     "dense+mla+unproven": Scenario("dense", LATENT, train=UNPROVEN),
     "dense+tensorwise+unproven": Scenario("dense", train=fp8("tensorwise") | UNPROVEN),
+    "dense+mxfp8+unproven": Scenario("dense", train=fp8("mxfp8") | UNPROVEN),
 }
 
 
@@ -257,10 +259,10 @@ def add_levels(times: Iterable[Sequence[float]]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def perfect_seconds(work: JudgedLaunch) -> float:
+def perfect_seconds(work: JudgedLaunch, rates: LaunchRates) -> float:
     """Return the time at the best rates in a step without launches that could be fused into others."""
-    rate = RATES[work.rate].perfect if work.rate else math.inf
-    return work.needed * max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
+    rate = rates.products[work.rate].perfect if work.rate else math.inf
+    return work.needed * max(work.nbytes / (TERA * rates.bandwidth.perfect), work.flops / (TERA * rate))
 
 
 def grouped(works: Iterable[JudgedLaunch], rates: LaunchRates) -> tuple[LaunchGroup, ...]:
@@ -282,10 +284,13 @@ def grouped(works: Iterable[JudgedLaunch], rates: LaunchRates) -> tuple[LaunchGr
                 nbytes=sum(work.nbytes for work in some),
                 flops=sum(work.flops for work in some),
                 ms=(low, middle, high),
-                perfect_ms=1e3 * sum(perfect_seconds(work) for work in some),
+                perfect_ms=1e3 * sum(perfect_seconds(work, rates) for work in some),
             )
         )
     return tuple(groups)
+
+
+RATES_BY_NAME = {CHIPS[gpu].name: rates for gpu, rates in ASSUMED_RATES.items()}
 
 
 class RecordedStep(NamedTuple):
@@ -309,28 +314,62 @@ def recorded_step(name: str, chip: Chip, shape: Shape) -> RecordedStep:
     return RecordedStep(cfg, documents, works, host_counts(step.launches), step.host_reads)
 
 
-def model_step(name: str, chip: Chip, tiny: bool = False, rates: LaunchRates = ASSUMED) -> ModelledStep:
-    """Record and model a scenario."""
+def model_step(
+    name: str, chip: Chip, tiny: bool = False, rates: LaunchRates | None = None
+) -> ModelledStep:
+    """Record and model a scenario. rates: those assumed of the chip unless given."""
     scenario = SCENARIOS[name]
     shape = get_shape(scenario, chip, tiny)
     recorded = recorded_step(name, chip, shape)
-    cfg = recorded.cfg
-    per_token = flops_per_token(cfg.model, shape.seq, recorded.documents)
+    by_layer = launches_of_a_layer(scenario, shape, chip)
+    return priced_step(name, chip, shape, recorded, by_layer, rates)
+
+
+def priced_step(
+    name: str,
+    chip: Chip,
+    shape: Shape,
+    recorded: RecordedStep,
+    layer_launches: tuple[int, int, int] = (0, 0, 0),
+    rates: LaunchRates | None = None,
+) -> ModelledStep:
+    """Give the launches of a recorded step their times on a chip."""
+    rates = rates or RATES_BY_NAME[chip.name]
+    model = recorded.cfg.model
+    per_token = flops_per_token(model, shape.seq, recorded.documents)
     peak = peak_flops_of_gpu(chip.name, "bf16")
     assert peak is not None, f"{chip.name} is in configs/clusters.yaml"
     low, middle, high = (1e3 * host_seconds(recorded.host, level, rates) for level in LEVELS)
     return ModelledStep(
         name=name,
-        parameters=parameters(cfg.model)["total"],
+        parameters=parameters(model)["total"],
         layers=shape.layers,
         tokens=shape.tokens,
         model_flops=per_token * shape.tokens,
         peak_flops=peak,
-        layer_launches=launches_of_a_layer(scenario, shape, chip),
+        layer_launches=layer_launches,
         host_reads=tuple(f"{file}: {function}" for file, function in recorded.host_reads),
         host_ms=(low, middle, high),
         groups=grouped(recorded.works, rates),
     )
+
+
+def steps_of_chips(name: str, tiny: bool = False) -> dict[str, ModelledStep]:
+    """Model a scenario on each GPU of ASSUMED_RATES, with as many layers as fit the smallest.
+
+    GPUs that answer the code alike have the same launches, which are recorded once.
+    """
+    smallest = min((CHIPS[gpu] for gpu in ASSUMED_RATES), key=lambda chip: chip.memory_bytes)
+    shape = get_shape(SCENARIOS[name], smallest, tiny)
+    recorded: dict[tuple, RecordedStep] = {}
+    steps = {}
+    for gpu in ASSUMED_RATES:
+        chip = CHIPS[gpu]
+        kind = chip.capability, chip.processors
+        if kind not in recorded:
+            recorded[kind] = recorded_step(name, chip, shape)
+        steps[gpu] = priced_step(name, chip, shape, recorded[kind])
+    return steps
 
 
 def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[int, int, int]:
@@ -477,14 +516,39 @@ def losses_table(step: ModelledStep, count: int = 10) -> str:
     return markdown(header, rows)
 
 
-def rates_table() -> str:
-    header = ("what", "unit", *LEVELS, "perfect", "from")
-    rows = [(name, "TFLOP/s", *rate) for name, rate in RATES.items()]
-    rows.append(("memory", "TB/s", *BANDWIDTH))
-    rows.append(("shortest kernel", "us", *SHORTEST))
-    rows.append(("host reads a value", "us", *HOST_READ))
-    rows += [(f"host: {name}", "us", *rate[:3], "", rate.source) for name, rate in HOST.items()]
-    return markdown(header, rows)
+def chips_table(rows: Iterable[Mapping[str, ModelledStep]]) -> str:
+    """Tabulate scenarios on the GPUs of ASSUMED_RATES: ms, and MFU by each GPU's own bf16 peak."""
+    header = ["scenario", "layers"]
+    for gpu in ASSUMED_RATES:
+        header += [f"{gpu.upper()}: ms", f"{gpu.upper()}: MFU, %"]
+    cells = []
+    for steps in rows:
+        first = next(iter(steps.values()))
+        cells.append([first.name, first.layers])
+        for step in steps.values():
+            cells[-1] += [three(step.step_ms), three(step.mfu, 1)]
+    return markdown(header, cells)
+
+
+def rates_table(rates: LaunchRates, beside: LaunchRates | None = None) -> str:
+    """Tabulate the rates of a GPU. beside: those of another, whose equal rates are left out."""
+    rows = [(name, "TFLOP/s", *rate) for name, rate in rates.products.items()
+            if beside is None or rate != beside.products[name]]  # fmt: skip
+    rows.append(("memory", "TB/s", *rates.bandwidth))
+    if beside is None:
+        rows.append(("shortest kernel", "us", *SHORTEST))
+        rows.append(("host reads a value", "us", *HOST_READ))
+        rows += [(f"host: {name}", "us", *rate[:3], "", rate.source) for name, rate in HOST.items()]
+    return markdown(("what", "unit", *LEVELS, "perfect", "from"), rows)
+
+
+def rates_tables() -> list[str]:
+    """Return the rates of an H200, and those of the other GPUs that differ from them."""
+    parts = ["### The rates that are assumed", rates_table(ASSUMED)]
+    for gpu, rates in ASSUMED_RATES.items():
+        if rates is not ASSUMED:
+            parts += [f"### The rates of {gpu.upper()} that are others", rates_table(rates, ASSUMED)]
+    return parts
 
 
 def unknown_lines(steps: Iterable[ModelledStep]) -> list[str]:
@@ -510,13 +574,22 @@ def host_read_lines(steps: Iterable[ModelledStep]) -> list[str]:
 BEGIN, END = "<!-- written by: ", "<!-- end of what is written -->"
 
 
-def page_text(steps: Sequence[ModelledStep], command: str, before: Sequence[Mapping]) -> str:
-    """Return all tables as shown in lab/docs/step-model.md."""
+def page_text(
+    steps: Sequence[ModelledStep],
+    command: str,
+    before: Sequence[Mapping],
+    on_chips: Sequence[Mapping[str, ModelledStep]] = (),
+) -> str:
+    """Return all tables as shown in lab/docs/step-model.md.
+
+    on_chips: {GPU: the step there} of each scenario.
+    """
     parts = [f"{BEGIN}{command} -->", f"Commit {commit_id()}; torch {torch.__version__}."]
     parts += ["### Steps", steps_table(steps)]
     parts += ["### Where the time goes: ms at the middle rates", parts_table(steps)]
     notes = [*unknown_lines(steps), *host_read_lines(steps)]
     parts += ["\n".join(f"- {line}" for line in notes)] if notes else []
+    parts += ["### On three GPUs", chips_table(on_chips)] if on_chips else []
     for step in steps:
         others = {one["commit"]: one["steps"][step.name] for one in before if step.name in one["steps"]}
         if others:
@@ -524,7 +597,7 @@ def page_text(steps: Sequence[ModelledStep], command: str, before: Sequence[Mapp
             parts.append(part_of_step_table(step, others))
     for step in steps:
         parts += [f"### {step.name}: the ten largest losses against the perfect step", losses_table(step)]
-    parts += ["### The rates that are assumed", rates_table(), END]
+    parts += [*rates_tables(), END]
     return "\n\n".join(parts) + "\n"
 
 
@@ -554,14 +627,16 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{name}: no such scenario; there are {', '.join(SCENARIOS)}")
     before = [read_summary(Path(file)) for file in args.before]
 
-    steps = []
+    steps, on_chips = [], []
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
         steps.append(model_step(name, CHIPS[args.gpu], args.tiny))
+        if args.chips:
+            on_chips.append(steps_of_chips(name, args.tiny))
     if args.json:
         print(json.dumps({"commit": commit_id(), "steps": {step.name: summary(step) for step in steps}}))
         return 0
-    text = page_text(steps, " ".join(["python -m scripts.bench model", *argv]), before)
+    text = page_text(steps, " ".join(["python -m scripts.bench model", *argv]), before, on_chips)
     if args.page:
         write_page(Path(args.page), text)
     else:

@@ -4,9 +4,10 @@ A launch takes
 
     max(bytes / bandwidth, FLOPs / rate, launches * shortest)
 
-(for a weight gradient, its FLOPs plus the bytes of its fp32 result). The rates are those of one H200, as low,
-middle and high values with their sources. `get_rates` scales them to another GPU by the ratio of the data
-sheets, an assumption that has not been measured. lab/benchmarks/measured.py derives rates from measurements.
+(for a weight gradient, its FLOPs plus the bytes of its fp32 result). The rates are those of an H100, H200 or
+B200, as low, middle and high values with their sources. `get_rates` scales them to another GPU by the ratio
+of the data sheets, an assumption that has not been measured. lab/benchmarks/measured.py derives rates from
+measurements.
 """
 
 import math
@@ -62,6 +63,11 @@ RATES = {
     "own attention backward": Rate(140, 180, 220, 520, "the same, seven products of which five are counted"),
 }
 BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
+BANDWIDTH_H100 = Rate(2.6, 2.8, 3.0, 3.08,
+    "measured: 2.6 to 2.9 by Triton's casts (github.com/pytorch/ao/issues/4054), 3.0 by softmax "
+    "(github.com/Dao-AILab/quack, media/2025-07-10-membound-sol.md); the data sheet says 3.35; perfect: 92 % "
+    "of it, as pytorch/ao takes for reachable",
+)  # fmt: skip
 SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")
 HOST_READ = Rate(250, 150, 80, 0, "microseconds that the GPU idles when the host waits for a value of it")
 HOST = {  # microseconds of host time
@@ -69,6 +75,41 @@ HOST = {  # microseconds of host time
     "operation": Rate(12, 9, 6, 0, "an operation of torch that starts a kernel, autograd included"),
     "view": Rate(2, 1.5, 1, 0, "one that starts none"),
 }
+
+# TFLOP/s of products on Blackwell with 148 processors, whose data sheet says 2250 in bf16 and 4500 in fp8.
+# What others measured has its source, what nobody has is called a guess.
+BLACKWELL = {
+    "library": Rate(1420, 1550, 1680, 1745,
+        "cuBLAS bf16: squares from 3072 to 8192 at 1410 to 1510 (github.com/pytorch/ao/pull/2427), one at "
+        "1680 (pull/3675); perfect: the best shape of github.com/stas00/ml-engineering"),
+    "own": Rate(650, 850, 1100, 1745, "kernels/linear.py: a guess, half of the library; never run"),
+    "own grouped": Rate(650, 850, 1100, 1745, "kernels/grouped_gemm.py: the same guess; never run"),
+    "own grouped, weights": Rate(600, 750, 950, 1745, "its weight gradients: a guess; never run"),
+    "own gathered": Rate(550, 750, 1000, 1745, "the same, where threads copy single rows: a guess"),
+    "own gathered, weights": Rate(500, 650, 850, 1745, "its weight gradients, likewise"),
+    "library grouped": Rate(1050, 1300, 1450, 1745, "torch._grouped_mm: a guess; the code does not take it"),
+    "library fp8": Rate(2400, 2850, 3200, 3430,
+        "cuBLAS: 2380 for a layer in fp8 with its casts (github.com/NVIDIA/TransformerEngine/issues/1747), "
+        "2850 for MXFP8 at 8192 (github.com/triton-lang/triton/pull/9044); perfect: ml-engineering"),
+    "library fp8, exact sums": Rate(2400, 2850, 3200, 3430,
+        "the same: fast sums are a mode of Hopper (github.com/NVIDIA/cutile-python/commit/0d172bf)"),
+    "own fp8": Rate(900, 1200, 1600, 3430, "kernels/fp8_gemm.py: a guess; never run"),
+    "own fp8, every 32": Rate(490, 540, 690, 3430, "as on Hopper, by the fp32 rates of the data sheets"),
+    "fp32": Rate(22, 34, 45, 1745, "as on Hopper, by the fp32 rates of the data sheets; perfect: in bf16"),
+    "cudnn": Rate(1100, 1240, 1400, 1613,
+        "cuDNN 9.13: 1.3 times slower than FlashAttention-4's 1613, the best (arXiv 2603.05451)"),
+    "cudnn backward": Rate(850, 950, 1080, 1290, "a guess: 0.77 to 0.8 of the forward, as on Hopper"),
+    "flash 2": Rate(330, 350, 380, 1613,
+        "FlashAttention 2 in torch: 350 to 360, as on Hopper (github.com/meta-pytorch/tritonbench/pull/171)"),
+    "flash 2 backward": Rate(210, 250, 310, 1290,
+        "240 to 330 at head dim 64, not causal (github.com/Dao-AILab/flash-attention/issues/1589)"),
+    "own attention": Rate(220, 320, 420, 1613, "kernels/attention_triton.py: a guess"),
+    "own attention backward": Rate(140, 200, 280, 1290, "the same, seven products of which five are counted"),
+}  # fmt: skip
+BANDWIDTH_B200 = Rate(5.7, 6.2, 6.6, 6.72,
+    "measured: 5.9 by a cast to MXFP8 (github.com/pytorch/ao/issues/4053), 6.55 to 6.72 by sums of large "
+    "vectors (github.com/NVIDIA/cccl/pull/7391); the data sheet says 7.7 (8 for a GB200)",
+)  # fmt: skip
 
 NO_FASTER = ("own fp8, every 32",)  # products in 8 bits that count as those in 16: they are no faster
 
@@ -125,31 +166,52 @@ class LaunchRates:
         return work.nbytes / (TERA * rate)
 
 
-ASSUMED = LaunchRates(RATES)
-ASSUMED_OF = Sheet("h200", bf16=989e12, fp8=1979e12, fp32=67e12, hbm=4800e9)
+ASSUMED = LaunchRates(RATES)  # of an H200
+ASSUMED_RATES = {  # by GPU of configs/clusters.yaml; launches and the host take as long on each
+    "h100": replace(ASSUMED, bandwidth=BANDWIDTH_H100),
+    "h200": ASSUMED,
+    "b200": LaunchRates(BLACKWELL, bandwidth=BANDWIDTH_B200),
+}
+SHEETS = {
+    "h100": Sheet("h100", bf16=989e12, fp8=1979e12, fp32=67e12, hbm=3350e9),
+    "h200": Sheet("h200", bf16=989e12, fp8=1979e12, fp32=67e12, hbm=4800e9),
+    "b200": Sheet("b200", bf16=2250e12, fp8=4500e12, fp32=75e12, hbm=7700e9),
+}
+KIN = {"h800": "h100", "gb200": "b200"}  # {GPU: the one with assumed rates that it resembles}; others: h200
+
+
+def assumed_of(gpu: str) -> Sheet:
+    """Return the data sheet of the GPU whose rates are assumed of this one, too, or scaled to it."""
+    return SHEETS[gpu if gpu in SHEETS else KIN.get(gpu, "h200")]
 
 
 def get_rates(sheet: Sheet) -> LaunchRates:
-    """Scale ASSUMED to another GPU by the ratio of the data sheets. Launch overhead is unchanged."""
+    """Return the rates assumed of a GPU, else those of its kin, scaled by the ratio of the data sheets.
+
+    The time of a launch beside its bytes and FLOPs is unchanged.
+    """
+    known = assumed_of(sheet.gpu)
+    rates = ASSUMED_RATES[known.gpu]
 
     def scaled(rate: Rate, ratio: float) -> Rate:
         low, middle, high, perfect, source = rate
         return Rate(ratio * low, ratio * middle, ratio * high, ratio * perfect, source)
 
     products = {}
-    for name, rate in RATES.items():
+    for name, rate in rates.products.items():
         of_fp32 = name in ("fp32", "own fp8, every 32")
         unit = "fp32" if of_fp32 else "fp8" if "fp8" in name else "bf16"
-        products[name] = scaled(rate, getattr(sheet, unit) / getattr(ASSUMED_OF, unit))
-    return replace(ASSUMED, products=products, bandwidth=scaled(BANDWIDTH, sheet.hbm / ASSUMED_OF.hbm))
+        products[name] = scaled(rate, getattr(sheet, unit) / getattr(known, unit))
+    return replace(rates, products=products, bandwidth=scaled(rates.bandwidth, sheet.hbm / known.hbm))
 
 
 def ratios(sheet: Sheet) -> str:
-    """Describe the factors on a GPU's rates, or return "" for the GPU that they are assumed for.
+    """Describe the factors on a GPU's rates, or return "" for one that rates are assumed of.
 
     products x 0.32, memory x 0.42
     """
-    found = {"products": sheet.bf16 / ASSUMED_OF.bf16, "memory": sheet.hbm / ASSUMED_OF.hbm}
+    known = assumed_of(sheet.gpu)
+    found = {"products": sheet.bf16 / known.bf16, "memory": sheet.hbm / known.hbm}
     return ", ".join(f"{name} x {ratio:.2f}" for name, ratio in found.items() if ratio != 1)
 
 

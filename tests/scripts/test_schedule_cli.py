@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from parallel.pipeline.schedule import dependencies, make_schedule
+from parallel.pipeline.schedule import SCHEDULES, dependencies, make_schedule
 from runtime.failure import fail_cleanly
+from scripts import schedule as schedule_script
 from scripts.schedule import arguments, main, measure, run_config
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -129,3 +130,33 @@ def test_the_measured_step_is_drawn_beside_the_simulated_one(capsys, tmp_path):
 def test_bad_input_is_one_line(capsys, line, says):
     code, out, err = run(capsys, line)
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+def test_the_table_of_lanes_has_the_steps_of_single_schedules(monkeypatch, capsys):
+    """Each loss follows from the two steps that the command prints for that schedule alone."""
+    monkeypatch.setattr(schedule_script, "LANE_RANKS", (2, 4))
+    monkeypatch.setattr(schedule_script, "LANE_MICROBATCHES", (6, 8))
+    code, out, _ = run(capsys, "--lanes --hop 0.2 --json")
+    rows = json.loads(out)
+    assert code == 0 and {row["kind"] for row in rows} == set(SCHEDULES)
+    for row in rows:
+        for micro, loss in zip((6, 8), row["loss"]):
+            if loss is None:
+                assert row["kind"] == "interleaved" and micro % row["pp"]
+                continue
+            line = f"--kind {row['kind']} --pp {row['pp']} --micro {micro} --hop 0.2 --json"
+            if row["kind"] == "interleaved":
+                line += f" --vpp {row['chunks']}"
+            alone = json.loads(run(capsys, line)[1])
+            assert loss == pytest.approx(100 * (alone["lanes"] / alone["makespan"] - 1), abs=1e-6)
+    four = next(row for row in rows if (row["kind"], row["chunks"], row["pp"]) == ("interleaved", 4, 4))
+    assert four["loss"][0] is None and four["loss"][1] > 10, "transfers nearly as long as a chunk do cost"
+
+    table = run(capsys, "--lanes --hop 0.2")[1].splitlines()
+    assert table[0].split() == ["kind", "chunks", "ranks", "m", "=", "6", "m", "=", "8"]
+    assert len(table) == 1 + len(rows)
+
+
+def test_lanes_need_transfers_that_take_time(capsys):
+    code, out, err = run(capsys, "--lanes")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "--hop 0.1" in err

@@ -44,7 +44,8 @@ from model.flops import flops_of_parts, keys_seen
 from model.mla import LatentConfig
 from plan.count import parameters
 from plan.record.kernel_source import plain_function
-from plan.record.launches import CHIPS, Recorder, simulated_cpu, simulated_gpu, without_initial_weights
+from plan.record.launches import CHIPS, Chip, Recorder, simulated_cpu, simulated_gpu, without_initial_weights
+from plan.record.rates import ASSUMED_RATES, BANDWIDTH
 from plan.record.role import RoleRecord
 from plan.record.work import KERNELS, PARTS, Facts, judge
 from runtime.failure import fail_cleanly
@@ -447,6 +448,82 @@ def test_bytes_are_those_that_the_interpreter_touches(kernel, dtype, monkeypatch
     assert judge(launch, Facts(1)).nbytes == sum(touched)
 
 
+# ---- other chips -------------------------------------------------------------------------------------------
+
+
+def of_three_layers(name: str, gpu: str) -> step_model.RecordedStep:
+    """A step as wide as the full one; in fp8 the first and the last layer stay in bf16."""
+    shape = replace(Shape.gpu_models(False)[SCENARIOS[name].shape], layers=3)
+    return step_model.recorded_step(name, CHIPS[gpu], shape)
+
+
+def costs(step: step_model.RecordedStep) -> list[tuple]:
+    return [(work.launch.kernel, work.part, work.rate, work.nbytes, work.flops) for work in step.works]
+
+
+@pytest.mark.slow(core=["h100"])
+@pytest.mark.parametrize("gpu, terabytes", [("h100", 2.8), ("h200", 3.65), ("b200", 6.2)])
+def test_the_command_moves_bytes_at_the_rate_of_the_gpu(gpu, terabytes, capsys):
+    assert step_model.main(["8b", "--json", "--gpu", gpu]) == 0
+    parts = json.loads(capsys.readouterr().out)["steps"]["8b"]["parts"]
+    for part in ("elementwise forward", "elementwise backward", "optimizer"):
+        low, middle, high = parts[part]["ms"]
+        assert parts[part]["gigabytes"] / middle == pytest.approx(terabytes, rel=0.01)
+        assert low > middle > high
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "8b+tensorwise"])
+def test_an_h100_starts_what_an_h200_starts(name):
+    """So that one record serves both."""
+    assert (CHIPS["h100"].capability, CHIPS["h100"].processors) == (H200.capability, H200.processors)
+    first, second = (of_three_layers(name, gpu) for gpu in ("h100", "h200"))
+    assert costs(first) == costs(second) and first.host == second.host
+
+
+@pytest.mark.slow(every=7)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_chips_compute_the_same_flops(name):
+    """And move as many bytes, where they choose the same kernels; partial sums are one a processor."""
+    steps = step_model.steps_of_chips(name, tiny=True)
+    assert list(steps) == list(ASSUMED_RATES)
+    old, new = steps["h200"], steps["b200"]
+    assert new.flops == old.flops and new.model_flops == old.model_flops
+    assert new.host_reads == ()
+    kernels = [Counter({group.kernel: group.launches for group in step.groups}) for step in (old, new)]
+    chooses_others = name.startswith("moe") or name == "dense+mxfp8+unproven"
+    assert (kernels[0] != kernels[1]) == chooses_others
+    assert chooses_others or new.nbytes == pytest.approx(old.nbytes, rel=0.02)
+    for gpu, step in steps.items():
+        peak = {"h100": 989e12, "h200": 989e12, "b200": 2250e12}[gpu]
+        assert step_model.unknown_lines([step]) == []
+        assert step.mfu[1] == pytest.approx(100 * step.model_flops / (1e-3 * step.step_ms[1]) / peak)
+
+
+def test_times_scale_with_the_rates_of_the_chip():
+    """The same launches: products by the chip's products, what memory bounds by its memory."""
+    recorded = of_three_layers("dense", "b200")
+    shape = replace(Shape.gpu_models(False)["dense"], layers=3)
+
+    def parts(chip: Chip) -> dict[str, float]:
+        step = step_model.priced_step("dense", chip, shape, recorded)
+        return {part: sum(group.ms[1] for group in step.of_part(part)) for part in PARTS}
+
+    old, new = parts(H200), parts(CHIPS["b200"])
+    assert old["products"] / new["products"] == pytest.approx(1550 / 690)
+    assert old["attention forward"] / new["attention forward"] == pytest.approx(1240 / 560)
+    assert old["optimizer"] / new["optimizer"] == pytest.approx(6.2 / 3.65, rel=0.01)
+    assert old["small"] == new["small"]  # the time of a launch
+
+
+def test_mxfp8_takes_the_products_of_a_b200_where_asked_for():
+    for name, kernels in (
+        ("dense+mxfp8", {"fp8_gemm.scaled_kernel"}), ("dense+mxfp8+unproven", {"aten._scaled_mm"})
+    ):  # fmt: skip
+        works = of_three_layers(name, "b200").works
+        found = {work.launch.kernel for work in works if work.rate and "fp8" in work.rate}
+        assert found == kernels
+
+
 # ---- the command -------------------------------------------------------------------------------------------
 
 
@@ -462,6 +539,13 @@ def test_the_page_is_written_between_its_marks(tmp_path, capsys):
     assert "dense: before, and now" in text and "| weight gradients |" in text
     assert f"python -m scripts.bench model dense moe --tiny --page {page}" in text
 
+    assert "On three GPUs" not in text
+    assert step_model.main(["dense", "--tiny", "--chips", "--page", str(page)]) == 0
+    text = page.read_text()
+    head = "| H100: ms | H100: MFU, % | H200: ms | H200: MFU, % | B200: ms | B200: MFU, % |\n"
+    assert "### On three GPUs\n\n| scenario | layers " + head in text
+    assert "The rates of B200 that are others" in text and "Dao-AILab/quack" in text
+
     page.write_text("no marks")
     with pytest.raises(ConfigError, match="has no lines"):
         step_model.main(["dense", "--tiny", "--page", str(page)])
@@ -471,7 +555,7 @@ def test_the_page_is_written_between_its_marks(tmp_path, capsys):
 def test_times_follow_from_the_rates():
     """Twice the bandwidth: what memory bounds takes half, and products take as long as before."""
     slow = step_model.model_step("dense", H200)
-    faster = step_model.BANDWIDTH._replace(middle=2 * step_model.BANDWIDTH.middle)
+    faster = BANDWIDTH._replace(middle=2 * BANDWIDTH.middle)
     fast = step_model.model_step("dense", H200, rates=replace(step_model.ASSUMED, bandwidth=faster))
 
     def ms(step, part):
@@ -482,6 +566,13 @@ def test_times_follow_from_the_rates():
     assert ms(slow, "optimizer") == pytest.approx(1e3 * 30 * slow.parameters / 3.65e12, rel=0.01)
     seconds = 1e-3 * slow.step_ms[1]
     assert slow.mfu[1] == pytest.approx(100 * slow.model_flops / seconds / 989e12)
+
+
+def test_the_command_offers_the_chips_that_have_rates(capsys):
+    with pytest.raises(SystemExit):
+        raise SystemExit(fail_cleanly(step_model.main, ["dense", "--gpu", "a100"]))
+    offered = capsys.readouterr().err.partition("choose from ")[2]
+    assert offered.strip(" )\n") == ", ".join(repr(gpu) for gpu in ASSUMED_RATES)
 
 
 def test_an_unknown_scenario_is_one_line(capsys):
