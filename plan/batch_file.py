@@ -1,5 +1,6 @@
-"""Slurm batch files of scripts/slurm/train.sbatch with its nodes, GPUs per node, and arguments of train.py:
-one job (`scripts.plan --sbatch`), or an array with a task for each run of a grid (`scripts.grid --sbatch`)."""
+"""Slurm batch files that run scripts/slurm/train.sbatch: one job with its nodes, GPUs per node, and arguments
+of train.py (`scripts.plan --sbatch`), or an array of one-node jobs, a task for each run (`scripts.grid
+--sbatch`)."""
 import shlex
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,7 +3,7 @@
     python -m scripts.grid llama3-tiny --log.name rates --over optim.lr 1e-3 2e-3 4e-3 --over train.seed 1 2 3
     python -m scripts.compare runs/rates
 
-Everything but the options below are words of train.py, for all runs. A key that varies stands after --over,
+All words but the options below are those of train.py, for all runs. A key that varies stands after --over,
 its values as separate words: a comma would not do between them, since values such as data blends, ramps and
 patterns have commas of their own. --log.name names the grid; its runs are folders in runs/NAME, named by
 their values.
@@ -14,8 +14,8 @@ exit code is then that of the first one. The same command again goes on: finishe
 stopped ones resume. Values may be added later. runs/NAME/grid.json has the cells, and a grid with other
 settings is refused under its name.
 
---part K/M runs every M-th run from the K-th, on another machine. --sbatch FILE writes a SLURM job array with a
-task for each run, and trains nothing.
+--part K/M runs every M-th run from the K-th, for instance on another machine. --sbatch FILE writes a SLURM
+job array with a task for each run, and trains nothing.
 """
 import argparse
 import json
