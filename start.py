@@ -93,12 +93,7 @@ def choose_config(
             done = peers.broadcast_from_first("steps_done", lambda: steps_done(cfg, folder))
         cfg, about_layout = auto_layout(cfg, env, folder, done, stated, peers.broadcast_from_first)
         cfg = elastic_layout(cfg, env, done)
-        plan_pipeline(cfg, env.world, after=done)
-        open_tasks(cfg)
-        for phase in get_phases(cfg).from_step(done):
-            with named(phase):
-                check_paths(phase.cfg)
-        notes = [unused.check_unused(cfg, env.world), unused.kept_sizes(cfg, argv)]
+        notes = [check_config(cfg, env.world, done), unused.kept_sizes(cfg, argv)]
     for note in filter(None, notes if env.rank == 0 else []):
         print("\n".join(wrapped(note, output_width())), flush=True)
     return ChosenConfig(cfg, env, done, about_layout)
@@ -108,6 +103,19 @@ def note_other_name(usual: str | None, name: str | None) -> None:
     """Prints under which name a run goes, where its usual one is taken."""
     note = f"{usual} is finished, with other settings: this run is {name} (--log.name chooses another)"
     print("\n".join(wrapped(note, output_width())), flush=True)
+
+
+def check_config(cfg: Config, world: int, done: int = 0) -> str:
+    """Refuse what cannot run on this many ranks. Returns a note on keys without effect, or "".
+
+    done: steps of the run. Raises ConfigError.
+    """
+    plan_pipeline(cfg, world, after=done)
+    open_tasks(cfg)
+    for phase in get_phases(cfg).from_step(done):
+        with named(phase):
+            check_paths(phase.cfg)
+    return unused.check_unused(cfg, world)
 
 
 # Where faults are injected and proofs look on (durable/faults.py).

@@ -1,5 +1,8 @@
-"""The Slurm batch file that `scripts.plan --sbatch` writes: a job of scripts/slurm/train.sbatch with its
-nodes, GPUs per node, and arguments of train.py."""
+"""Slurm batch files that run scripts/slurm/train.sbatch: one job with its nodes, GPUs per node, and arguments
+of train.py (`scripts.plan --sbatch`), or an array of one-node jobs, a task for each run (`scripts.grid
+--sbatch`)."""
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +45,6 @@ def check_writable(file: Path) -> None:
 
 def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: str) -> str:
     """Return the batch file: `title` is a comment, `name` the job's, `words` train.py's quoted arguments."""
-    lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
-    directives = [line for line in lines if line.startswith(DIRECTIVES) and "--job-name" not in line]
     return "\n".join([
         "#!/usr/bin/env bash",
         f"# {title}",
@@ -55,13 +56,59 @@ def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: st
         f"#SBATCH --job-name={name}",
         f"#SBATCH --nodes={shape.nodes}",
         f"#SBATCH --gpus-per-node={shape.gpus}",
-        *directives,
+        *directives("--job-name"),
         "set -uo pipefail",
         "",
         'cd "${SLURM_SUBMIT_DIR:?start this with sbatch}" || exit 1',
         f'exec bash {SCRIPT} {words} "$@" # the same process: SLURM\'s signal reaches it',
         "",
     ])
+
+
+def array_text(
+    runs: Sequence[list[str]], *, ranks: int, has_gpus: bool, title: str, file: Path, name: str
+) -> str:
+    """Return the batch file of an array whose task N runs train.py with the arguments runs[N].
+
+    `ranks`: of each run, on one node, with as many GPUs (`has_gpus`) and CPU cores: one launcher starts them.
+    `title` is a comment, `name` the job's.
+    """
+    tasks = [f"    {number}) WORDS=({shlex.join(words)}) ;;" for number, words in enumerate(runs)]
+    return "\n".join([
+        "#!/usr/bin/env bash",
+        f"# {title}",
+        "# In the folder of the checkout; %2 runs two at a time:",
+        "#",
+        f"#     sbatch --array 0-{len(runs) - 1}%2 {file}",
+        "#",
+        f"# Each task is a job of {SCRIPT}, which says what it does. A run takes {ranks} of the cores of a",
+        "# node. A line that begins with ##SBATCH counts once it has one # less.",
+        f"#SBATCH --job-name={name}",
+        f"#SBATCH --array=0-{len(runs) - 1}",
+        "#SBATCH --nodes=1",
+        *([f"#SBATCH --gpus-per-node={ranks}"] if has_gpus else []),
+        f"#SBATCH --cpus-per-task={ranks}",
+        "#SBATCH --output=slurm-%A-%a.out",
+        *directives("--job-name", "--exclusive", "--output"),
+        "set -uo pipefail",
+        "",
+        'cd "${SLURM_SUBMIT_DIR:?start this with sbatch}" || exit 1',
+        f"export GPUS_PER_NODE={ranks} # the ranks that the launcher starts",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not inherit from SLURM 22.05 on",
+        "case ${SLURM_ARRAY_TASK_ID:?start this with sbatch} in",
+        *tasks,
+        '    *) echo "error: task $SLURM_ARRAY_TASK_ID: no such run" >&2; exit 2 ;;',
+        "esac",
+        f'exec bash {SCRIPT} "${{WORDS[@]}}" "$@" # the same process: SLURM\'s signal reaches it',
+        "",
+    ])
+
+
+def directives(*left_out: str) -> list[str]:
+    """Return the lines of SCRIPT for sbatch, without those that have one of these words."""
+    lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
+    found = [line for line in lines if line.startswith(DIRECTIVES)]
+    return [line for line in found if not any(word in line for word in left_out)]
 
 
 def write_batch_file(file: Path, text: str) -> None:

@@ -215,6 +215,12 @@ def become_rank(environment: Mapping[str, str]) -> None:
     os.environ["BEVATRON_SPARE_SECONDS"] = str(process_seconds())
 
 
+def environment_with_path(folder: Path) -> dict[str, str]:
+    """Return this process's environment, for a program that imports from `folder` wherever it runs."""
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+
+
 def seconds_since_start() -> float:
     """Return the seconds since this process started or became a rank, or 0.0 if unknown."""
     return max(0.0, process_seconds() - float(os.environ.get("BEVATRON_SPARE_SECONDS", "0")))

@@ -14,6 +14,7 @@ unused.py    keys that are set but have no effect
 function.py  which keys decide what weights compute
 sizes.py     which sizes of a model scale with its width
 run_name.py  the default run folder of a command
+grid.py      one command at every combination of some keys' values
 usage.py     the text of --help
 
 Import what a program needs from here. The rules, the unused keys and the help are imported as modules:

@@ -4,90 +4,22 @@ Finished runs are skipped and stopped ones are resumed, so the same command fini
 and an array job may run each size on another machine.
 """
 import math
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from config import ConfigError
-from config.exit_codes import STOPPED_EARLY
 from durable import restarts
+from durable.programs import Programs
 from lab.scaling.ladder import Ladder, LadderRun, get_runs, train_arguments
 from plan.points import NON_EMBEDDING, Array, Points, make_points
 from runtime.lines import is_missing, read_metrics
-from runtime.stop import SIGNALS, is_under_nohup
 
-TRAIN_FILE = Path(__file__).parents[2] / "train.py"
 Report = Callable[[str], None]
-
-
-class Programs:
-    """Runs programs, in parallel if called from several threads.
-
-    A stop signal is passed on to all running programs, after which train.py saves and exits with code 75, and
-    no others are started.
-
-    Use it as a context manager from the main thread.
-    """
-
-    def __init__(self) -> None:
-        self.running: set[subprocess.Popen[bytes]] = set()
-        self.is_stopped = False
-        self.previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "Programs":
-        for number in SIGNALS:
-            if is_under_nohup(number):
-                continue
-            self.previous[number] = signal.signal(number, self.forward_signal)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def forward_signal(self, number: int, frame: object) -> None:
-        self.is_stopped = True
-        for process in tuple(self.running):
-            process.send_signal(number)
-
-    def run(self, words: list[str], output: Path) -> int:
-        """Run a command, append its output to a file, and return its exit code."""
-        if self.is_stopped:
-            return STOPPED_EARLY
-        # makes our modules importable whatever the current folder
-        path = os.pathsep.join([str(TRAIN_FILE.parent), os.environ.get("PYTHONPATH", "")])
-        with open(output, "a") as file:
-            process = subprocess.Popen(
-                words,
-                env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            self.running.add(process)
-            if self.is_stopped:  # the signal came during the start
-                process.send_signal(signal.SIGTERM)
-            try:
-                return process.wait()
-            finally:
-                self.running.discard(process)
-
-    def train(self, argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
-        """Run train.py, directly or through the command `launcher`, which starts its ranks."""
-        if launcher:
-            return self.run([*launcher, *argv], output)
-        if ranks == 1:
-            return self.run([sys.executable, str(TRAIN_FILE), *argv], output)
-        launch = [sys.executable, "-m", "scripts.launch", "--nproc", str(ranks), "--"]
-        return self.run([*launch, *argv], output)
 
 
 def torchrun_words(ranks: int) -> list[str]:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, ConfigError, ModelConfig
+from config.manifest import first_difference, refuse_other, write_manifest
 from config.reading import build_tree, defaults, merge, resolve
 from config.reading.sizes import sizes_at_width
 from config.reading.suggestions import check_rules
 from config.tree import plain_data
-from lab.scaling.manifest import first_difference, refuse_other, write_manifest
 from lab.scaling.settings import refuse_own_keys, to_arguments
 from model.attention import AttentionConfig
 from model.mlp import MLPConfig

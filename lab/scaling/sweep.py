@@ -18,9 +18,9 @@ import numpy as np
 
 import config
 from config import Config, ConfigError
+from config.manifest import keep_manifest
 from config.reading import resolve
 from lab.scaling.experiment import final_loss
-from lab.scaling.manifest import keep_manifest
 from lab.scaling.settings import refuse_own_keys, to_arguments
 from plan.job import make_rank_job
 from plan.points import SMOOTHING, Array, smoothed

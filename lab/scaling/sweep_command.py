@@ -8,8 +8,9 @@ from functools import partial
 
 from config import ConfigError
 from config.terminal import output_width
+from durable.programs import Programs
 from lab.scaling import figures
-from lab.scaling.experiment import Programs, kept_line, run_all, torchrun_words
+from lab.scaling.experiment import kept_line, run_all, torchrun_words
 from lab.scaling.settings import (
     LAPTOP_MODEL,
     LAPTOP_SETTINGS,

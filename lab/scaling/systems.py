@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from config import Config, ConfigError
+from config.manifest import keep_manifest
 from config.reading import resolve, unused
 from config.terminal import table_lines
-from lab.scaling.manifest import keep_manifest
 from lab.scaling.settings import to_arguments
 from plan.cost import Cluster, Efficiency, forecast
 from plan.count import flops_per_token

@@ -1,14 +1,20 @@
 """Runs side by side.
 
     python -m scripts.compare RUN [RUN ...] [--out report.html] [--watch 30]
+    python -m scripts.compare GRID [--csv means.csv]
 
 Prints the differences in their code, data and settings, and their losses at equal tokens and at equal FLOPs.
 --out writes a self-contained page with the plot and all settings (.png: only the plot). --watch rewrites it
 at this interval in seconds until all runs have ended, and an open browser reloads it by itself. A run that
 has not ended and writes nothing for ten minutes is shown with "no news": it may have been killed. For a
-single run it is a report.
+single run it is a report. A run that cannot be read is named, and the others are compared.
+
+A folder of scripts.grid stands for its runs. Runs that differ in nothing but train.seed are one group: their
+mean, standard deviation and the 95 % interval of the mean (Student's t), and how far each group is above the
+lowest, with the interval of the difference (Welch's t). --csv writes the groups, a row each.
 """
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -16,8 +22,10 @@ from pathlib import Path
 
 from config import ConfigError
 from config.command_line import CommandParser
+from config.reading.grid import GRID_FILE, grid_runs
 from config.terminal import output_width, wrapped
-from runtime.failure import fail_cleanly
+from runtime.failure import fail_cleanly, one_line
+from scripts.compare.groups import group_csv, group_numbers, notes, study_seeds, text_lines
 from scripts.compare.runs import (
     SMOOTHING_TEXT,
     Run,
@@ -27,9 +35,12 @@ from scripts.compare.runs import (
     numbers,
     page,
     read_run,
+    repeats,
     table_rows,
     text_table,
 )
+
+UNREADABLE = (ConfigError, OSError, ValueError, LookupError, TypeError, ArithmeticError)  # files of all kinds
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -37,9 +48,10 @@ def arguments() -> argparse.ArgumentParser:
         prog="python -m scripts.compare",
         description=__doc__,
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of grids")
     parser.add_argument("--out", type=Path, help="a file ending in .html or .png")
     parser.add_argument("--watch", type=int, metavar="SECONDS", help="write --out again at this interval")
+    parser.add_argument("--csv", type=Path, help="a file for the means over seeds")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -50,52 +62,76 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out: {args.out} ends in neither .html nor .png")
     if args.watch is not None and (args.out is None or args.watch < 1):
         raise ConfigError("--watch: needs --out FILE, and at least one second")
-    names = [folder.name for folder in args.runs]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"two runs are named {max(names, key=names.count)}; rename a folder")
-
-    runs = readable(args.runs)
-    report(runs, args.json)
+    folders = named_folders(args.runs)
+    runs, left_out = readable(folders)
+    for line in left_out:
+        print(f"left out: {line}", file=sys.stderr)
+    report(runs, left_out, args.json)
+    if args.csv is not None:
+        replace_file(args.csv, group_csv(study_seeds(runs)).encode())
     while args.out is not None:
         write(runs, args.out, args.watch)
         if args.watch is None or all(run.finished is not None for run in runs):
             break
         time.sleep(args.watch)
-        runs = readable(args.runs)
+        runs, _ = readable(folders)
     return 0
 
 
-def readable(names: list[Path]) -> list[Run]:
-    """Return the runs with at least one step, for example among runs/*, and print which are left out.
+def named_folders(paths: list[Path]) -> dict[str, Path]:
+    """Return {name: run folder}, with the runs of each grid. Several grids name their runs GRID/RUN.
 
-    Raises ConfigError for a name that matches nothing, and if no run is left.
+    Raises ConfigError for a path that does not exist, and for two runs of one name.
+    """
+    grids = [path for path in paths if (path / GRID_FILE).is_file()]
+    pairs: list[tuple[str, Path]] = []
+    for path in paths:
+        if path in grids:
+            prefix = f"{path.name}/" if len(grids) > 1 else ""
+            pairs += [(prefix + folder.name, folder) for folder in grid_runs(path)]
+        elif not path.exists():
+            raise ConfigError(f"{path}: no run that can be read; there is no such folder")
+        else:
+            pairs.append((path.name, path))
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two runs are named {max(names, key=names.count)}; rename a folder")
+    return dict(pairs)
+
+
+def readable(folders: dict[str, Path]) -> tuple[list[Run], list[str]]:
+    """Return the runs with at least one step, for example among runs/*, and why each other is left out.
+
+    Raises ConfigError if no run is left.
     """
     results: list[Run] = []
-    refusals: list[ConfigError] = []
-    for path in names:
+    refusals: list[str] = []
+    for name, folder in folders.items():
         try:
-            results.append(read_run(path))
-        except ConfigError as error:
-            if not path.exists() or len(names) == 1:
-                raise
-            refusals.append(error)
+            results.append(dataclasses.replace(read_run(folder), name=name))
+        except UNREADABLE as error:
+            known = isinstance(error, ConfigError)
+            refusals.append(str(error) if known else f"{folder}: cannot be read ({one_line(error)})")
     if not results:
-        raise refusals[0]
-    for error in refusals:
-        print(f"left out: {error}", file=sys.stderr)
-    return results
+        raise ConfigError(refusals[0])
+    return results, refusals
 
 
-def report(runs: list[Run], as_json: bool) -> None:
+def report(runs: list[Run], left_out: list[str], as_json: bool) -> None:
     differing = differences(runs)
     if as_json:
-        found = {"runs": table_rows(runs), "numbers": numbers(runs)}
-        print(json.dumps({**found, "different": differing, "doubts": doubts(runs)}))
+        found = {"runs": table_rows(runs), "numbers": numbers(runs), **group_numbers(study_seeds(runs))}
+        print(json.dumps({**found, "different": differing, "doubts": doubts(runs), "left_out": left_out}))
         return
     width = output_width()
     print("\n".join(text_table(table_rows(runs), width)))
     for line in (f"training losses: {SMOOTHING_TEXT}", *doubts(runs)):
         print("\n".join(wrapped(line, width)))
+    study = repeats(runs)
+    if study is not None:
+        print("\n".join(text_lines(study, width)))
+        for line in notes(study):
+            print("\n".join(wrapped(line, width)))
     print()
     if len(runs) > 1:
         rows = [{"different": key} | {run.name: str(value) for run, value in zip(runs, values)}
@@ -109,12 +145,17 @@ def nothing_differs(runs: list[Run]) -> str:
 
 
 def write(runs: list[Run], path: Path, refresh_s: int | None) -> None:
-    """Replace the file atomically, so that a browser never reads half of it, and create its folder."""
+    """Write the page or the plot."""
     if path.suffix == ".png":
-        content = draw_runs(runs)
+        content = draw_runs(runs, repeats(runs))
     else:
         still_training = any(run.finished is None for run in runs)
         content = page(runs, refresh_s if still_training else None).encode()
+    replace_file(path, content)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace the file atomically, so that a browser never reads half of it, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.tmp")
     temp.write_bytes(content)

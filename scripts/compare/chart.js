@@ -1,4 +1,5 @@
-// The losses of several runs, drawn from data that the page holds: axes to choose, values under the pointer.
+// The losses of several runs and of means over seeds, drawn from data that the page holds: axes to choose,
+// values under the pointer.
 "use strict";
 
 // ---- arithmetic
@@ -67,8 +68,8 @@ function range(runs, share) {
 
 function draw(place, data) {
   const units = Object.keys(data.runs[0].x);
-  const choices = Object.assign({unit: units[0], logX: false, logY: false, fromStart: false, hidden: []},
-    readChoices());
+  const choices = Object.assign({unit: units[0], logX: false, logY: false, fromStart: false,
+    hidden: data.hidden}, readChoices());
   if (!units.includes(choices.unit)) choices.unit = units[0];
 
   const controls = place.appendChild(document.createElement("p"));
@@ -152,6 +153,13 @@ function draw(place, data) {
     // curves
     const curves = svg.appendChild(element("g", {"clip-path": "url(#inside)"}));
     for (const run of shown) {
+      for (const points of bands(run)) {
+        const place = (x, y) => placeX(x).toFixed(1) + "," + placeY(y).toFixed(1);
+        const below = points.map(([x, low]) => place(x, low));
+        const above = points.map(([x, , high]) => place(x, high)).reverse();
+        curves.appendChild(element("polygon", {fill: run.colour, "fill-opacity": data.band_opacity,
+          points: [...below, ...above].join(" ")}));
+      }
       let path = "", isDown = false;
       run.x[choices.unit].forEach((x, index) => {
         const loss = run.loss[index];
@@ -190,6 +198,18 @@ function draw(place, data) {
     frame.replaceChildren(svg);
     drawLegend();
     show(highX, shown, true);
+  }
+
+  // Stretches [[x, low, high], ...] of the band of a mean, without the points that have none.
+  function bands(run) {
+    const found = [[]];
+    (run.low || []).forEach((low, index) => {
+      const x = run.x[choices.unit][index], high = run.high[index];
+      const isThere = low !== null && (!choices.logX || x > 0) && (!choices.logY || high > 0);
+      if (isThere) found[found.length - 1].push([x, choices.logY ? Math.max(low, 1e-3) : low, high]);
+      else found.push([]);
+    });
+    return found.filter(points => points.length > 1);
   }
 
   function drawLegend() {

@@ -36,6 +36,8 @@ from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
 from runtime.lines import NAME as METRICS_FILE
 from runtime.lines import Rows, is_missing, read_metrics
 from runtime.summary import SUMMARY_FILE
+from scripts.compare import groups
+from scripts.compare.groups import MeanCurve, SeedGroup, SeedStudy
 
 # Keys that do not affect the result of a run: paths, logging, host resources.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
@@ -45,6 +47,7 @@ FIRST_TO_GO = (  # columns to omit in a narrow terminal
     "MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens", "bits/byte",
 )
 MAX_DRAWN = 1500  # maximum points per curve
+BAND_OPACITY = 0.18  # of the interval around a mean
 HIDDEN_SHARE = 0.1  # fraction of first steps that the loss axis need not show
 CHART = Path(__file__).with_name("chart.js")
 SILENT_MINUTES = 10.0  # without a new line, after which a run may have died
@@ -497,17 +500,51 @@ def drawn_steps(run: Run) -> Array:
     return np.unique(np.linspace(0, len(run.loss) - 1, MAX_DRAWN).astype(int))
 
 
-def draw_runs(runs: list[Run]) -> bytes:
-    """Plot losses over tokens, and also over FLOPs if that differs. Returns a PNG."""
+@dataclass(frozen=True)
+class CurveLooks:
+    """of_run: {name: (style, colour)}. of_group: those of the groups of several seeds, which are drawn as
+    means; their runs have their colour."""
+    of_run: dict[str, tuple[str, str]]
+    of_group: list[tuple[SeedGroup, tuple[str, str]]]
+
+
+def choose_looks(runs: list[Run], study: SeedStudy | None) -> CurveLooks:
+    """Give each mean, and each run that is in none, a look of its own."""
+    unused = looks()
+    repeated = [group for group in study.groups if len(group.runs) > 1] if study else []
+    of_group = [(group, next(unused)) for group in repeated]
+    of_run = {run.name: (":", colour) for group, (_, colour) in of_group for run in group.runs}
+    for run in runs:
+        if run.name not in of_run:
+            of_run[run.name] = next(unused)
+    return CurveLooks(of_run, of_group)
+
+
+def draw_runs(runs: list[Run], study: SeedStudy | None = None) -> bytes:
+    """Plot losses over tokens, and also over FLOPs if that differs. Returns a PNG.
+
+    Runs of a group of several seeds are thin beside their mean and its band.
+    """
     drawing = new_figure(11, 4.6)
     panels = get_x_axes(runs)
     all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for run, (style, colour) in zip(runs, looks()):
+    chosen = choose_looks(runs, study)
+    for group, (style, colour) in chosen.of_group:
+        curve = groups.mean_curve_of(group, panels, MAX_DRAWN)
+        for axes, x in zip(all_axes, curve.x.values()):
+            axes.plot(x, curve.loss, style, color=colour, lw=1.8, label=plain_text(curve.name))
+            low, high = curve.loss - curve.half, curve.loss + curve.half
+            axes.fill_between(x, low, high, color=colour, alpha=BAND_OPACITY, lw=0)
+    in_a_mean = {run.name for group, _ in chosen.of_group for run in group.runs}
+    for run in runs:
+        style, colour = chosen.of_run[run.name]
+        width, label = (0.6, None) if run.name in in_a_mean else (1.5, plain_text(run.name))
         losses = run.smooth_loss
         shown = drawn_steps(run)
         for axes, of_run in zip(all_axes, panels.values()):
             x = of_run(run)
-            axes.plot(x[shown], losses[shown], style, color=colour, lw=1.5, label=plain_text(run.name))
+            named = {"label": label} if label else {}
+            axes.plot(x[shown], losses[shown], style, color=colour, lw=width, **named)
             validated = np.interp(run.validation_tokens, run.tokens, x)
             axes.plot(validated, run.validation_loss, "o", color=colour, ms=4.5, mec="white", mew=0.7)
 
@@ -522,6 +559,7 @@ def draw_runs(runs: list[Run]) -> bytes:
         set_open_frame(axes)
     all_axes[-1].legend(frameon=False, fontsize=9)
     title = f"lines: training loss, {SMOOTHING_TEXT}; dots: validation"
+    title += "; bands: 95 % intervals of means" if chosen.of_group else ""
     drawing.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
     out = io.BytesIO()
     drawing.savefig(out, format="png")
@@ -531,11 +569,14 @@ def draw_runs(runs: list[Run]) -> bytes:
 # ---- as a page ---------------------------------------------------------------------------------------------
 
 
-def curves(runs: list[Run]) -> dict[str, Any]:
-    """Return the data for chart.js, with null for non-finite losses."""
+def curves(runs: list[Run], study: SeedStudy | None = None) -> dict[str, Any]:
+    """Return the data for chart.js, with null for non-finite losses. What is in a mean is hidden at first."""
     axes = get_x_axes(runs)
-    drawn: list[dict[str, Any]] = []
-    for run, (style, colour) in zip(runs, looks()):
+    chosen = choose_looks(runs, study)
+    drawn = [mean_data(groups.mean_curve_of(group, axes, MAX_DRAWN), style, colour)
+             for group, (style, colour) in chosen.of_group]
+    for run in runs:
+        style, colour = chosen.of_run[run.name]
         shown = drawn_steps(run)
         validated = {unit: np.interp(run.validation_tokens, run.tokens, of_run(run))
                      for unit, of_run in axes.items()}
@@ -550,19 +591,38 @@ def curves(runs: list[Run]) -> dict[str, Any]:
                 "loss": finite_numbers(run.validation_loss),
             },
         })
-    return {"runs": drawn, "hidden_share": HIDDEN_SHARE}
+    hidden = [run.name for group, _ in chosen.of_group for run in group.runs]
+    return {"runs": drawn, "hidden_share": HIDDEN_SHARE, "hidden": hidden, "band_opacity": BAND_OPACITY}
+
+
+def mean_data(curve: MeanCurve, style: str, colour: str) -> dict[str, Any]:
+    """Return a mean and its band (low, high) for chart.js."""
+    return {
+        "name": curve.name,
+        "colour": colour,
+        "dash": STYLES[style],
+        "x": {unit: values.tolist() for unit, values in curve.x.items()},
+        "loss": finite_numbers(curve.loss),
+        "low": finite_numbers(curve.loss - curve.half),
+        "high": finite_numbers(curve.loss + curve.half),
+        "validation": {
+            "x": {unit: values.tolist() for unit, values in curve.validation_x.items()},
+            "loss": finite_numbers(curve.validation_loss),
+        },
+    }
 
 
 def finite_numbers(values: Array) -> list[float | None]:
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 
-def chart(runs: list[Run]) -> list[str]:
+def chart(runs: list[Run], study: SeedStudy | None) -> list[str]:
     """Return the parts of a page that plot the losses, with an image for browsers without scripts."""
-    picture = base64.b64encode(draw_runs(runs)).decode()
-    data = json.dumps(curves(runs), separators=(",", ":")).replace("<", "\\u003c")
+    picture = base64.b64encode(draw_runs(runs, study)).decode()
+    data = json.dumps(curves(runs, study), separators=(",", ":")).replace("<", "\\u003c")
+    bands = " Bands: 95 % intervals of the mean; a click on a run's name shows it." if study else ""
     return [
-        f"<p>Lines: training loss, {SMOOTHING_TEXT}; dots: validation.</p>",
+        f"<p>Lines: training loss, {SMOOTHING_TEXT}; dots: validation.{bands}</p>",
         "<div id=chart></div>",
         '<noscript><div class=wide>',
         f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}"></div></noscript>',
@@ -573,6 +633,7 @@ def chart(runs: list[Run]) -> list[str]:
 
 def page(runs: list[Run], refresh_s: int | None = None) -> str:
     """Return a self-contained HTML page. refresh_s: the interval at which a browser reloads it."""
+    study = repeats(runs)
     differing = differences(runs)
     refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     parts = [
@@ -582,7 +643,8 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         f"<title>{html.escape(', '.join(run.name for run in runs))}</title>",
         f"<style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(runs[0].name) if len(runs) == 1 else f'{len(runs)} runs'}</h1>",
-        *chart(runs),
+        *chart(runs, study),
+        *(means_section(study) if study else []),
         "<h2>Results</h2>",
         html_table(table_rows(runs)),
         *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
@@ -597,6 +659,19 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
     parts.append(f"<details><summary>Settings that all have: {len(same)}</summary>")
     parts += [html_table(same), "</details></body></html>\n"]
     return "\n".join(part for part in parts if part)
+
+
+def repeats(runs: list[Run]) -> SeedStudy | None:
+    """Return the groups of runs that differ in the seed alone, or None if each has a single run."""
+    study = groups.study_seeds(runs)
+    return study if study.has_repeats else None
+
+
+def means_section(study: SeedStudy) -> list[str]:
+    """Return the part of a page with the means over seeds and their differences."""
+    tables = [html_table(rows) for rows in (groups.group_rows(study), groups.difference_rows(study)) if rows]
+    lines = [f"<p>{html.escape(line)}</p>" for line in groups.notes(study)]
+    return ["<h2>Means over seeds</h2>", *tables, *lines]
 
 
 def html_table(rows: list[dict[str, str]]) -> str:

@@ -14,9 +14,10 @@ import pytest
 from config import ConfigError
 from config.reading import resolve
 from config.reading.schedules import plan_pipeline
+from durable.programs import Programs
 from lab.scaling import ladder_command
 from lab.scaling.command import main
-from lab.scaling.experiment import Programs, run_all
+from lab.scaling.experiment import run_all
 from lab.scaling.ladder import (
     Ladder,
     check_ladder,

@@ -3,7 +3,7 @@
 import pytest
 from ranks import MODEL, corpus
 
-from lab.scaling.experiment import Programs
+from durable.programs import Programs
 
 
 @pytest.mark.slow

@@ -7,18 +7,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from config import ConfigError
+from config.strict import ConfigError
 
 NOT_SET = "not set"
 Tree = Mapping[str, Any]
 
 
-def keep_manifest(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...], has_results: bool) -> None:
+def keep_manifest(
+    path: Path,
+    tree: Tree,
+    *,
+    what: str,
+    may_grow: tuple[str, ...],
+    has_results: bool,
+    option: str = "--out",
+) -> None:
     """Write the description of an experiment, or check it against the existing one.
 
     `tree` is JSON {key: value}, where "settings" is {key of train.py: value}.
     `what` is the kind of experiment. Keys in `may_grow` are lists, which keep the values of earlier calls.
     `has_results` says that the folder has some; without the file, their origin is unknown.
+    `option` chooses the folder.
     Raises ConfigError if the folder belongs to another experiment.
     """
     before: dict[str, Any] = {}
@@ -26,9 +35,9 @@ def keep_manifest(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...
         before = read_manifest(path, what)
         changed = first_difference(before, tree, left_out=may_grow)
         if changed is not None:
-            refuse_other(path, what, *changed)
+            refuse_other(path, what, *changed, option=option)
     elif has_results:
-        raise ConfigError(f"--out: {path.parent} has results, and no {path.name} that says which {what}; "
+        raise ConfigError(f"{option}: {path.parent} has results, and no {path.name} that says which {what}; "
                           "choose another folder")
     whole = dict(tree)
     for key in may_grow:
@@ -76,7 +85,7 @@ def first_difference(old: Tree, new: Tree, left_out: tuple[str, ...] = ()) -> tu
     return None
 
 
-def refuse_other(path: Path, what: str, key: str, old: Any, new: Any) -> None:
+def refuse_other(path: Path, what: str, key: str, old: Any, new: Any, option: str = "--out") -> None:
     """Raise ConfigError because the folder belongs to another experiment."""
-    raise ConfigError(f"--out: {path.parent} holds a {what} with {key} {old}, not {new}; its runs could not "
-                      "be compared: set it back, or choose another folder")
+    raise ConfigError(f"{option}: {path.parent} holds a {what} with {key} {old}, not {new}; its runs could "
+                      "not be compared: set it back, or choose another folder")
