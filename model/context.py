@@ -64,7 +64,8 @@ class ForwardContext:
     growths: {growth of a mixer: factor of the queries [b, s, 1, 1]}.
     masks: {view of a layer (get_view): mask of full sequences}. None: causality is the only limit; or for
     ring attention on a CPU, which computes its masks chunk by chunk.
-    dropout_rng: None in evaluation. cache: None outside of generation. router_inputs: None outside of
+    dropout_rng: None in evaluation. rounding_rng: of gradients in NVFP4, over all tokens of this rank's part of
+    the sequences; None in evaluation, and in other dtypes. cache: None outside of generation. router_inputs: None outside of
     training.
     sequence_is_sharded: tokens are this rank's part of sequences that are sharded over cp.
     documents [b, s]: covers the full sequence; None means no document mask.
@@ -75,6 +76,7 @@ class ForwardContext:
     masks: Mapping[View, AttentionMask | None]
     growths: Mapping[GrowthConfig, Tensor] = field(default_factory=dict)
     dropout_rng: DropoutRng | None = None
+    rounding_rng: DropoutRng | None = None
     cache: GenerationCache | None = None
     sequence_is_sharded: bool = False
     documents: Tensor | None = None
@@ -117,6 +119,7 @@ def context_needs(model: ModelConfig) -> ContextNeeds:
 
 def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     dropout_rng: DropoutRng | None = None,
+                    rounding_rng: DropoutRng | None = None,
                     cache: GenerationCache | None = None,
                     sequence_is_sharded: bool = False,
                     document_counts: DocumentCounts | None = None,
@@ -138,6 +141,7 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         masks,
         growths,
         dropout_rng=dropout_rng,
+        rounding_rng=rounding_rng,
         cache=cache,
         sequence_is_sharded=sequence_is_sharded,
         documents=documents,
