@@ -182,7 +182,7 @@ class TrainConfig:
     #   (kernels/nvfp4_linear.py); none: tensorwise; with dtype fp64: the same rounding, with everything else
     #   in fp64, for proofs
     fp8_block: Count | None = None  # side of a block that shares a scale; none: 128 for blockwise
-    #   (DeepSeek-V3), 32 for mxfp8 (another in proofs with dtype fp64), 16 for nvfp4
+    #   (DeepSeek-V3), and the format's own 32 for mxfp8, 16 for nvfp4: only dtype fp64, for proofs, has others
     fp8_keep: CountOrZero = 1  # number of first layers, and of last layers, that stay in bf16
     loss_scale: float = 65536.0  # fp16: initial factor of the loss, a power of two (arXiv 1710.03740)
     loss_scale_window: Count = 1000  # fp16: the loss scale doubles after this many good steps in a row; a

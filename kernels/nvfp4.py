@@ -23,7 +23,7 @@ from kernels.fp8 import E4M3, MAX_VALUE, MIN_ABSOLUTE_MAXIMUM
 from kernels.grad import accumulation_dtype
 from kernels.rounding import hash_bits
 
-SIDE = 16  # elements that share a scale, and rows and columns of a weight's block
+SIDE = 16  # elements that share a scale, and rows and columns of a weight's block; proofs have smaller ones
 LARGEST = 6.0  # of E2M1, whose numbers are 0, 0.5, 1, 1.5, 2, 3, 4, 6: codes 0 .. 7, and 8 more with a sign
 SIGN = 8  # bit of a code
 DRAW_BITS = 24  # random bits by which an element is rounded: fp32 represents their fraction exactly
@@ -44,8 +44,8 @@ class Nvfp4Matrix(NamedTuple):
         """Return the elements with the scales of their blocks, but not that of the tensor: [m, n]."""
         q = e2m1_numbers(unpack(self.codes), dtype)
         scale = self.scale.to(dtype)
-        rows_of_scale = len(q) // len(scale)
-        blocks = q.unflatten(0, (-1, rows_of_scale)).unflatten(2, (-1, SIDE))
+        rows, columns = (size // blocks for size, blocks in zip(q.shape, scale.shape))
+        blocks = q.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
         return (blocks * scale[:, None, :, None]).view(q.shape)
 
     def dequantized(self) -> Tensor:
@@ -58,11 +58,13 @@ class Nvfp4Matrix(NamedTuple):
         return Nvfp4Matrix(codes, self.scale.t().contiguous(), self.tensor_scale)
 
 
-def quantize(x: Tensor, largest: Tensor, *, rows: int = 1, bits: Tensor | None = None) -> Nvfp4Matrix:
-    """x [m, n] -> NVFP4, in blocks of `rows` rows (1 or 16) and 16 columns.
+def quantize(
+    x: Tensor, largest: Tensor, *, rows: int = 1, side: int = SIDE, bits: Tensor | None = None
+) -> Nvfp4Matrix:
+    """x [m, n] -> NVFP4, in blocks of `rows` rows (1 or 16) and `side` columns.
 
     largest: max |x| of the tensor, [1, 1] in fp32 or fp64; x may be a part of it. m is a multiple of `rows`,
-    and n of 16. With bits, int64 [m, n], of which the low 24 are random, elements round stochastically.
+    and n of `side`. With bits, int64 [m, n], of which the low 24 are random, elements round stochastically.
     """
     dtype = accumulation_dtype(x.dtype)
     bound = largest.to(dtype).clamp(min=MIN_ABSOLUTE_MAXIMUM)
@@ -70,7 +72,7 @@ def quantize(x: Tensor, largest: Tensor, *, rows: int = 1, bits: Tensor | None =
     tensor_scale = 1 / encode
 
     # one scale a block
-    blocks = x.to(dtype).reshape(len(x) // rows, rows, -1, SIDE)
+    blocks = x.to(dtype).reshape(len(x) // rows, rows, -1, side)
     block_largest = blocks.abs().amax((1, 3))  # [m/rows, n/16]
     scale = (block_largest / LARGEST * encode).clamp(max=MAX_VALUE[E4M3]).to(E4M3)
 
@@ -116,18 +118,18 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(1)
 
 
-def hadamard(x: Tensor) -> Tensor:
+def hadamard(x: Tensor, side: int = SIDE) -> Tensor:
     """x [t, n] -> the random Hadamard transform of every 16 rows, in fp32 or fp64 (arXiv 2509.25149, 4.2).
 
     H diag(s) / 4, with the Hadamard matrix H [16, 16] and one vector of signs s for all layers and steps. It
     is orthogonal, so (T a)^T (T b) = a^T b. Sums run in the same order for every shape.
     """
-    signs = hash_bits(torch.arange(SIDE, device=x.device) + SIGNS_SALT) & 1
-    blocks = x.to(accumulation_dtype(x.dtype)).unflatten(0, (-1, SIDE))
+    signs = hash_bits(torch.arange(side, device=x.device) + SIGNS_SALT) & 1
+    blocks = x.to(accumulation_dtype(x.dtype)).unflatten(0, (-1, side))
     mixed = blocks * (1 - 2 * signs)[:, None]  # [t/16, 16, n]
     apart = 1
-    while apart < SIDE:
+    while apart < side:
         first, second = mixed.unflatten(1, (-1, 2, apart)).unbind(2)
         mixed = torch.stack((first + second, first - second), 2).flatten(1, 3)
         apart *= 2
-    return mixed.flatten(0, 1) / SIDE**0.5
+    return mixed.flatten(0, 1) / side**0.5

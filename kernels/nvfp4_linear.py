@@ -28,8 +28,9 @@ from kernels.fp8 import Maxima, absolute_maximum
 from kernels.fp8_gemm import QuantizedPair
 from kernels.fp8_linear import Fp8Scaling, Matrix, Products, spanned_by
 from kernels.fp8_weight import quantize_once
+from kernels.grad import write_or_add
 from kernels.linear import library_adds_in_fp32
-from kernels.nvfp4 import DRAW_BITS, SIDE, Nvfp4Matrix, hadamard, quantize
+from kernels.nvfp4 import DRAW_BITS, Nvfp4Matrix, hadamard, quantize
 from kernels.triton_ import print_once
 
 CHIP = (10, 0)  # the first capability whose tensor cores multiply NVFP4
@@ -37,23 +38,23 @@ CHIP = (10, 0)  # the first capability whose tensor cores multiply NVFP4
 Bits = Callable[[], Tensor]  # int64 [t, m]: 64 random bits for each element of dy
 
 
-def product(a: Nvfp4Matrix, b: Nvfp4Matrix, dtype: torch.dtype) -> Tensor:
-    """a [m, k], b [n, k] -> a b^T [m, n] in dtype."""
-    return (unscaled_product(a, b) * (a.tensor_scale * b.tensor_scale)).to(dtype)
+def products_of(multiply: Callable[[Nvfp4Matrix, Nvfp4Matrix], Tensor]) -> Products:
+    """Return the products of an Fp8Scaling, from one without the scales of the tensors (unscaled_product)."""
+    def product(a: Nvfp4Matrix, b: Nvfp4Matrix, dtype: torch.dtype) -> Tensor:
+        return (multiply(a, b) * (a.tensor_scale * b.tensor_scale)).to(dtype)
 
+    def write(
+        into: Tensor | None, a: Nvfp4Matrix, b: Nvfp4Matrix, dtype: torch.dtype, add: bool
+    ) -> Tensor:
+        if into is None:
+            return product(a, b, dtype)
+        return write_or_add(into, product(a, b, into.dtype), add)
 
-def write_product(
-    into: Tensor | None, a: Nvfp4Matrix, b: Nvfp4Matrix, dtype: torch.dtype, add: bool
-) -> Tensor:
-    """Compute into [m, n] = (or, add: +=) a b^T, in its dtype. With into None, return the result in dtype."""
-    if into is None:
-        return product(a, b, dtype)
-    result = product(a, b, into.dtype)
-    return into.add_(result) if add else into.copy_(result)
+    return Products(product, write)
 
 
 def unscaled_product(a: Nvfp4Matrix, b: Nvfp4Matrix) -> Tensor:
-    """a b^T without the scales of the tensors, in their dtype."""
+    """a [m, k], b [n, k] -> a b^T without the scales of the tensors, in their dtype."""
     dtype, device = a.tensor_scale.dtype, a.codes.device
     if device.type == "cuda" and dtype == torch.float32:
         print_once(f"nvfp4: {obstacle_to_chip(device)}; torch rounds to 4 bits and multiplies in 16: the same "
@@ -71,7 +72,7 @@ def obstacle_to_chip(device: torch.device) -> str:
     return "the chip's own products, which no GPU has confirmed, are part of train.unproven"
 
 
-PRODUCTS = Products(product, write_product)
+PRODUCTS = products_of(unscaled_product)
 
 
 @dataclass(frozen=True)
@@ -101,17 +102,17 @@ class Nvfp4Scaling(Fp8Scaling):
 
     def shared(self, x: Tensor, features: Callable | None, both: bool) -> Maxima:
         """Return the maxima of x [t, n] over all ranks; `features` covers those with other columns."""
-        matrices = (x, hadamard(x)) if both else (x,)
+        matrices = (x, hadamard(x, self.side)) if both else (x,)
         numbers = torch.stack([absolute_maximum(matrix, "tensor") for matrix in matrices])  # [1 or 2, 1, 1]
         for share in spanned_by(self.tokens, features, self.all_parts):
             share(numbers)
         return Maxima(*numbers)
 
     def inputs(self, x: Matrix, maxima: Maxima) -> Nvfp4Matrix:
-        return quantize(x, given(maxima.rows))
+        return quantize(x, given(maxima.rows), side=self.side)
 
     def inputs_by_token(self, x: Matrix, maxima: Maxima) -> Nvfp4Matrix:
-        return quantize(hadamard(x).t(), given(maxima.columns))
+        return quantize(hadamard(x, self.side).t(), given(maxima.columns), side=self.side)
 
     def inputs_in_both(self, x: Matrix, maxima: Maxima) -> QuantizedPair:
         return QuantizedPair(self.inputs(x, maxima), self.inputs_by_token(x, maxima))
@@ -122,13 +123,18 @@ class Nvfp4Scaling(Fp8Scaling):
             raise ValueError("nvfp4: the gradient of a linear needs random bits (Nvfp4Scaling.start_pass)")
         maxima = self.gradient_maxima(dy)
         bits = self.bits()
-        other_bits = (bits >> DRAW_BITS).t()
-        ahead = quantize(dy, given(maxima.rows), bits=bits)
-        return QuantizedPair(ahead, quantize(hadamard(dy).t(), given(maxima.columns), bits=other_bits))
+        ahead = quantize(dy, given(maxima.rows), side=self.side, bits=bits)
+        back = quantize(
+            hadamard(dy, self.side).t(),
+            given(maxima.columns),
+            side=self.side,
+            bits=(bits >> DRAW_BITS).t(),
+        )
+        return QuantizedPair(ahead, back)
 
     def weight(self, w: Tensor) -> QuantizedPair:
         def quantized(maxima: Maxima) -> QuantizedPair:
-            ahead = quantize(w, given(maxima.rows).amax().view(1, 1), rows=SIDE)
+            ahead = quantize(w, given(maxima.rows).amax().view(1, 1), rows=self.side, side=self.side)
             return QuantizedPair(ahead, ahead.transposed())
 
         return quantize_once(w, lambda: self.weight_maxima(w, self.weight_kind), quantized)

@@ -348,7 +348,7 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
     has_blocks = recipe in FP8_SIDES
     proof = train.dtype == "fp64"  # hardware limits do not apply
     block = fp8_block(train)
-    is_fixed = recipe in FIXED_SIDES and not (proof and recipe == "mxfp8")
+    is_fixed = recipe in FIXED_SIDES and not proof
     yield Rule(
         not is_fixed or block == FP8_SIDES[recipe],
         f"train.fp8_block: {block} is not the block of {recipe}, whose format fixes {FP8_SIDES.get(recipe)}; "
@@ -356,6 +356,10 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
     yield Rule(
         not has_blocks or proof or (block >= 16 and block & block - 1 == 0),
         f"train.fp8_block: {block} must be a power of two, at least 16", "train.fp8_block", FP8_BLOCKS)
+    yield Rule(
+        recipe != "nvfp4" or (block > 1 and block & block - 1 == 0),
+        f"train.fp8_block: {block} must be a power of two, at least 2, for the Hadamard transform of nvfp4",
+        "train.fp8_block", (16, 8, 4, 2))
 
     can_choose_block = has_blocks and not is_fixed
     if can_choose_block:
