@@ -19,7 +19,7 @@ from config.strict import ConfigError
 from config.tree import AtLeastOne, BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
 
 MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py)
-FP8_SIDES = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}  # {train.fp8 with a scale per block: side of a block}
+FP8_SIDES = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}  # {train.fp8 with blocks: side of a block}
 FIXED_SIDES = ("mxfp8", "nvfp4")  # of them, those whose format fixes the side
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ class TrainConfig:
     #   (kernels/nvfp4_linear.py); none: tensorwise; with dtype fp64: the same rounding, with everything else
     #   in fp64, for proofs
     fp8_block: Count | None = None  # side of a block that shares a scale; none: 128 for blockwise
-    #   (DeepSeek-V3), and the format's own 32 for mxfp8, 16 for nvfp4: only dtype fp64, for proofs, has others
+    #   (DeepSeek-V3), 32 for mxfp8 and 16 for nvfp4, whose formats allow no other: only dtype fp64 does, for
+    #   proofs
     fp8_keep: CountOrZero = 1  # number of first layers, and of last layers, that stay in bf16
     loss_scale: float = 65536.0  # fp16: initial factor of the loss, a power of two (arXiv 1710.03740)
     loss_scale_window: Count = 1000  # fp16: the loss scale doubles after this many good steps in a row; a

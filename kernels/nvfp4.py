@@ -8,9 +8,9 @@ Appendix B of arXiv 2509.25149, with `largest` = max |x| of the tensor and block
     dequantized  = q * scale / encode
 
 Each operation rounds once in fp32 (fp64 for fp64, the proofs of scripts.verify). Elements and scales round to
-nearest even; gradients, up or down by random bits. A block below 2^-10 / 448 of the largest becomes zeros: its
-scale is 0. If an element is not finite, the scale of the tensor is not, and nothing of the tensor is: E2M1
-has neither infinity nor NaN.
+nearest even; gradients, up or down by random bits. A block below 2^-10 / 448 of the largest becomes zeros:
+its scale is 0. If an element is not finite, nothing of the tensor is, by its scale: E2M1 has neither infinity
+nor NaN.
 
 q * scale has six significant bits, so bf16 holds it exactly (unscaled).
 """

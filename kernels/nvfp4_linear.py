@@ -11,12 +11,12 @@ make them unbiased (4.4), except for those that saturate: the largest of a block
 The random bits are a function of seed, step, sequence, position and output feature, and so the same when a
 forward is repeated, when a run resumes, and under every layout (parallel/tensor/rounding.py).
 
-The tensor's scales are those of the whole tensor, before and after the transform. Ranks that hold parts of it
+The scales of a tensor are those of the whole of it, before and after the transform. Ranks that hold its parts
 exchange both maxima at once.
 
 Everything else is as in kernels/fp8_linear.py, which runs the products through an Nvfp4Scaling. No kernel of
-ours multiplies NVFP4: a GPU multiplies the elements in bf16, each with the scale of its block, which is exact,
-and adds in fp32; then come the scales of the tensors. kernels/unproven/nvfp4_gemm.py has other products.
+ours multiplies NVFP4: a GPU takes each element times the scale of its block in bf16, which is exact, and adds
+the products in fp32; then come the scales of the tensors. kernels/unproven/nvfp4_gemm.py has other products.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -57,8 +57,8 @@ def unscaled_product(a: Nvfp4Matrix, b: Nvfp4Matrix) -> Tensor:
     """a [m, k], b [n, k] -> a b^T without the scales of the tensors, in their dtype."""
     dtype, device = a.tensor_scale.dtype, a.codes.device
     if device.type == "cuda" and dtype == torch.float32:
-        print_once(f"nvfp4: {obstacle_to_chip(device)}; torch rounds to 4 bits and multiplies in 16: the same "
-                   "numbers, slower than bf16")
+        print_once(f"nvfp4: {obstacle_to_chip(device)}; torch rounds to 4 bits and multiplies in 16: the "
+                   "same numbers, slower than bf16")
         if library_adds_in_fp32(device, torch.bfloat16):
             left, right = a.unscaled(torch.bfloat16), b.unscaled(torch.bfloat16)
             return torch.mm(left, right.t(), out_dtype=torch.float32)

@@ -64,9 +64,9 @@ class ForwardContext:
     growths: {growth of a mixer: factor of the queries [b, s, 1, 1]}.
     masks: {view of a layer (get_view): mask of full sequences}. None: causality is the only limit; or for
     ring attention on a CPU, which computes its masks chunk by chunk.
-    dropout_rng: None in evaluation. rounding_rng: of gradients in NVFP4, over all tokens of this rank's part of
-    the sequences; None in evaluation, and in other dtypes. cache: None outside of generation. router_inputs: None outside of
+    dropout_rng: None in evaluation. cache: None outside of generation. router_inputs: None outside of
     training.
+    rounding_rng: rounds gradients in NVFP4, those of all tokens [b, s/cp]; None without, and in evaluation.
     sequence_is_sharded: tokens are this rank's part of sequences that are sharded over cp.
     documents [b, s]: covers the full sequence; None means no document mask.
     document_counts: set if sequences are not sharded and the host knows the counts.

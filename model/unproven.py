@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from model.block import TransformerBlock
 
 
-PRODUCTS = {"mxfp8": mx_gemm.PRODUCTS, "nvfp4": nvfp4_gemm.PRODUCTS}  # {recipe of kernels/fp8_linear.py: its products}
+PRODUCTS = {"mxfp8": mx_gemm.PRODUCTS, "nvfp4": nvfp4_gemm.PRODUCTS}  # {train.fp8: its products}
 
 
 def use_unproven(block: "TransformerBlock", cfg: Config, mesh: Mesh, layer: int) -> None:

@@ -3,9 +3,8 @@
     python tests/kernels/nvfp4_table.py > tests/kernels/nvfp4_torchao.txt      needs torchao
 
 Each line: the name of a block, the byte of its scale (E4M3), its 16 elements (E2M1, two a byte), all in
-hexadecimal. The tensor is the block beside one of TENSOR: max |x| is a power of two times 6 * 448, so that the
-scale of the tensor is that power, and every order of the divisions rounds alike. torchao has no scales below
-2^-6, and none of the blocks needs one.
+hexadecimal. The largest element of the tensor is TENSOR, 6 * 448, so that its scale is 1, and every order of
+the divisions rounds alike. torchao has no scales of blocks below 2^-6, and none of these needs one.
 """
 import numpy as np
 

@@ -103,7 +103,8 @@ def test_all_codes():
 def test_elements_round_to_nearest_even_and_saturate():
     """Every 1/64 from -8 to 8: all ties, their neighbors in fp32, and what is larger than 6."""
     grid = torch.arange(-512, 513) / 64
-    x = torch.stack((grid, torch.nextafter(grid, torch.tensor(9.0)), torch.nextafter(grid, torch.tensor(-9.0))))
+    beside = [torch.nextafter(grid, torch.tensor(far)) for far in (9.0, -9.0)]
+    x = torch.stack((grid, *beside))
     want = nearest(x.numpy(), E2M1_NUMBERS) | np.signbit(x.numpy()).astype(int) << 3
     assert (e2m1_codes(x).numpy() == want).all()
 
@@ -167,7 +168,8 @@ def test_torchao_has_the_same_bits(name):
 
 # ---- stochastic rounding (section 4.4) ---------------------------------------------------------------------
 
-WHOLE = (Box.whole("layers.3.attn.q.weight", (32, 64)), Box.whole("layers.3.attn.k.weight", (16, 64)))
+KEYS = ("layers.3.attn.q.weight", "layers.3.attn.k.weight")
+WHOLE = (Box.whole(KEYS[0], (32, 64)), Box.whole(KEYS[1], (16, 64)))
 OUTPUTS = 48
 
 
@@ -200,7 +202,7 @@ def test_bits_are_those_of_the_element_on_any_rank():
     """Of rows that tp divides, of tokens that cp divides, and in micro-batches of another size."""
     whole = element_bits(generator(), WHOLE).view(2, 16, OUTPUTS)
     halves = [
-        tuple(Box(box.key, box.shape, (half * box.shape[0] // 2, 0), (box.shape[0] // 2, 64)) for box in WHOLE)
+        tuple(Box(key, (2 * rows, 64), (half * rows, 0), (rows, 64)) for key, rows in zip(KEYS, (16, 8)))
         for half in (0, 1)
     ]
     of_tp = [element_bits(generator(), boxes).view(2, 16, 24) for boxes in halves]
@@ -288,7 +290,8 @@ def test_three_products_by_hand():
     dx, dw = torch.autograd.grad(y, leaves, dy)
 
     def mixed(matrix: torch.Tensor) -> np.ndarray:
-        return np.concatenate([transform() @ part for part in matrix.numpy().reshape(-1, SIDE, matrix.shape[1])])
+        tokens = matrix.numpy().reshape(-1, SIDE, matrix.shape[1])
+        return np.concatenate([transform() @ part for part in tokens])
 
     low, high = ((bits >> shift & 0xFFFFFF).numpy() / 2.0**24 for shift in (0, 24))
     weight = read(w.numpy(), SIDE)

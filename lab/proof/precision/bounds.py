@@ -7,7 +7,17 @@ import torch
 
 from config import Config, ConfigError, ModelConfig, NoPart, fp8_recipe, layer_in_fp8, layer_model
 from kernels.fp8_linear import RECIPES
-from lab.proof.precision.errors import E2M1, E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
+from lab.proof.precision.errors import (
+    E2M1,
+    E4M3,
+    E5M2,
+    SIGMAS,
+    U32,
+    UNIT,
+    Tensors,
+    matrices,
+    relative_distance,
+)
 from lab.proof.precision.paper import MUON_SLOPE
 from model.router import mixture
 
