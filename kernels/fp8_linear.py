@@ -85,8 +85,8 @@ class Products(NamedTuple):
 
     kernels/unproven/mx_gemm.py has other products.
     """
-    product: Callable[[QuantizedMatrix, QuantizedMatrix, torch.dtype], Tensor]
-    write: Callable[[Tensor | None, QuantizedMatrix, QuantizedMatrix, torch.dtype, bool], Tensor]
+    product: Callable[[Operand, Operand, torch.dtype], Tensor]
+    write: Callable[[Tensor | None, Operand, Operand, torch.dtype, bool], Tensor]
 
 
 CASTS = Casts(matrix_of, find_maxima, quantize_operand, quantize_transposed, quantize_operand_pair)
@@ -155,11 +155,11 @@ class Fp8Scaling:
             both=True,
         )
 
-    def inputs(self, x: Matrix, maxima: Maxima) -> QuantizedMatrix:
+    def inputs(self, x: Matrix, maxima: Maxima) -> Operand:
         """Quantize x [t, n] for y only."""
         return self.casts.quantize(x, self.activation_kind, E4M3, self.side, maxima.rows)
 
-    def inputs_by_token(self, x: Matrix, maxima: Maxima) -> QuantizedMatrix:
+    def inputs_by_token(self, x: Matrix, maxima: Maxima) -> Operand:
         """Quantize x [t, n] -> its transpose [n, t], for dW only."""
         return self.casts.quantize_transposed(x, self.activation_kind, E4M3, self.side, maxima.columns)
 

@@ -68,9 +68,11 @@ def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> 
     all_parts = None
     if over_tp is not None and over_cp is not None:
         all_parts = partial(comm.all_reduce_max_float, group=mesh.tp_cp)
-    scaling_class = Fp8Scaling
+    scaling_class: type[Fp8Scaling] = Fp8Scaling
     if recipe[0] == "nvfp4":
-        from kernels.nvfp4_linear import Nvfp4Scaling as scaling_class
+        from kernels.nvfp4_linear import Nvfp4Scaling
+
+        scaling_class = Nvfp4Scaling
     if divides_outputs:
         return scaling_class(*recipe, outs=over_tp, ins=None, tokens=over_cp, all_parts=all_parts)
     return scaling_class(*recipe, outs=None, ins=over_tp, tokens=over_cp, all_parts=all_parts)
