@@ -20,6 +20,7 @@ from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.provenance import code_hash
 from config.schema import (
+    FIXED_SIDES,
     FP8_SIDES,
     MAX_LOSS_SCALE,
     ChannelMixer,
@@ -68,6 +69,7 @@ from config.schema import (
     recomputes,
     rest_of_ramp,
     rotated_dim,
+    rounds_gradients,
     sequences_seen,
     steps_to_see,
     value_dim,

@@ -19,7 +19,8 @@ from config.strict import ConfigError
 from config.tree import AtLeastOne, BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
 
 MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py)
-FP8_SIDES = {"blockwise": 128, "mxfp8": 32}  # {train.fp8 with a scale per block: side of a block}
+FP8_SIDES = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}  # {train.fp8 with blocks: side of a block}
+FIXED_SIDES = ("mxfp8", "nvfp4")  # of them, those whose format fixes the side
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -176,11 +177,13 @@ class TrainConfig:
     seed: CountOrZero = 1234  # of weights, sample order and dropout
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"  # compute dtype; all below fp32 keep fp32
     #   master weights and gradients; fp16 scales the loss; fp8 is bf16 with most linear layers in fp8
-    fp8: Literal["tensorwise", "rowwise", "blockwise", "mxfp8"] | None = None  # scales of dtype fp8
-    #   (kernels/fp8_linear.py; experts: kernels/fp8_grouped.py); none: tensorwise; with dtype fp64: the same
-    #   rounding to 8 bits, with everything else in fp64, for proofs
+    fp8: Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"] | None = None  # scales of dtype
+    #   fp8 (kernels/fp8_linear.py; experts: kernels/fp8_grouped.py); nvfp4: operands of 4 bits
+    #   (kernels/nvfp4_linear.py); none: tensorwise; with dtype fp64: the same rounding, with everything else
+    #   in fp64, for proofs
     fp8_block: Count | None = None  # side of a block that shares a scale; none: 128 for blockwise
-    #   (DeepSeek-V3), 32 for mxfp8, whose format allows no other: only dtype fp64 does, for proofs
+    #   (DeepSeek-V3), 32 for mxfp8 and 16 for nvfp4, whose formats allow no other: only dtype fp64 does, for
+    #   proofs
     fp8_keep: CountOrZero = 1  # number of first layers, and of last layers, that stay in bf16
     loss_scale: float = 65536.0  # fp16: initial factor of the loss, a power of two (arXiv 1710.03740)
     loss_scale_window: Count = 1000  # fp16: the loss scale doubles after this many good steps in a row; a
@@ -632,6 +635,11 @@ def fp8_recipe(train: TrainConfig) -> str | None:
 def fp8_block(train: TrainConfig) -> int:
     """Return the side of a block of fp8 scales; 1 for a recipe without blocks."""
     return train.fp8_block or FP8_SIDES.get(train.fp8 or "", 1)
+
+
+def rounds_gradients(train: TrainConfig) -> bool:
+    """Return whether gradients of the fp8 layers round stochastically."""
+    return train.fp8 == "nvfp4"
 
 
 def layer_in_fp8(cfg: Config, layer: int) -> bool:

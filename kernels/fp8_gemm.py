@@ -16,7 +16,7 @@ the end.
 Both operands have the contracted dim last, because Hopper's fp8 tensor cores can read no other layout.
 """
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,10 +67,13 @@ class QuantizedMatrix(NamedTuple):
         return fp8.dequantize(self.q, self.scale, self.kind, self.scale.dtype, self.side)
 
 
+Operand = Any  # a QuantizedMatrix, or one of another format (kernels/nvfp4.py)
+
+
 class QuantizedPair(NamedTuple):
     """A matrix and its transpose."""
-    ahead: QuantizedMatrix
-    back: QuantizedMatrix
+    ahead: Operand
+    back: Operand
 
 
 def quantize_operand(

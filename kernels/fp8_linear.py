@@ -8,6 +8,8 @@ Everything else is as in kernels/linear.py: regions, recomputed inputs, accumula
     blockwise    e4m3    e4m3    1 x 128                  128 x 128    DeepSeek-V3, arXiv 2412.19437, 3.3
     mxfp8        e4m3    e4m3    1 x 32, a power of two   1 x 32       arXiv 2506.08027; OCP Microscaling v1.0
 
+nvfp4 has operands of 4 bits (kernels/nvfp4_linear.py).
+
 The products are y = x W^T, dx = dy W and dW = dy^T x. The rows of dW's operands run along the tokens: so a
 rowwise scale belongs to a feature over all tokens of the microbatch, a blockwise one to a feature over 128
 tokens, and one of mxfp8 to a feature over 32.
@@ -30,6 +32,7 @@ from torch import Tensor
 
 from kernels.fp8 import E4M3, E5M2, Maxima, find_maxima
 from kernels.fp8_gemm import (
+    Operand,
     QuantizedMatrix,
     QuantizedPair,
     Recipe,
@@ -82,8 +85,8 @@ class Products(NamedTuple):
 
     kernels/unproven/mx_gemm.py has other products.
     """
-    product: Callable[[QuantizedMatrix, QuantizedMatrix, torch.dtype], Tensor]
-    write: Callable[[Tensor | None, QuantizedMatrix, QuantizedMatrix, torch.dtype, bool], Tensor]
+    product: Callable[[Operand, Operand, torch.dtype], Tensor]
+    write: Callable[[Tensor | None, Operand, Operand, torch.dtype, bool], Tensor]
 
 
 CASTS = Casts(matrix_of, find_maxima, quantize_operand, quantize_transposed, quantize_operand_pair)
@@ -116,8 +119,17 @@ class Fp8Scaling:
         return RECIPES[self.recipe].activation_kind
 
     @property
+    def weight_kind(self) -> str:
+        """Return the kind of the scales of W."""
+        return RECIPES[self.recipe].weight_kind
+
+    @property
     def gradient_dtype(self) -> torch.dtype:
         return RECIPES[self.recipe].gradient_dtype
+
+    def of_pass(self) -> "Fp8Scaling":
+        """Return the scaling of one forward and its backward."""
+        return self
 
     def input_maxima(self, x: Matrix, *, both: bool) -> Maxima:
         """Return the maxima of x [t, n]; with both, also along the tokens."""
@@ -143,11 +155,11 @@ class Fp8Scaling:
             both=True,
         )
 
-    def inputs(self, x: Matrix, maxima: Maxima) -> QuantizedMatrix:
+    def inputs(self, x: Matrix, maxima: Maxima) -> Operand:
         """Quantize x [t, n] for y only."""
         return self.casts.quantize(x, self.activation_kind, E4M3, self.side, maxima.rows)
 
-    def inputs_by_token(self, x: Matrix, maxima: Maxima) -> QuantizedMatrix:
+    def inputs_by_token(self, x: Matrix, maxima: Maxima) -> Operand:
         """Quantize x [t, n] -> its transpose [n, t], for dW only."""
         return self.casts.quantize_transposed(x, self.activation_kind, E4M3, self.side, maxima.columns)
 
@@ -162,7 +174,7 @@ class Fp8Scaling:
 
     def weight(self, w: Tensor) -> QuantizedPair:
         """Quantize w [m, n] for y, and its transpose for dx; cached until its values change."""
-        kind = RECIPES[self.recipe].weight_kind
+        kind = self.weight_kind
         return quantize_once(
             w,
             lambda: self.weight_maxima(w, kind),
@@ -178,6 +190,10 @@ class Fp8Scaling:
                 return kept
         maxima = find_maxima(w, kind, both=True)
         return shared_maxima(maxima, kind, rows=self.outs, columns=self.ins, both=True)
+
+    def restored(self, *saved: Tensor) -> Operand:
+        """Return the operand of which a forward has saved the tensors."""
+        return QuantizedMatrix(*saved, self.activation_kind, self.side)
 
 
 def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Tensor]:
@@ -209,9 +225,7 @@ def shared_maxima(
     transpose.
     """
     if kind == "tensor" and maxima.rows is not None:
-        spanned = [share for share in (rows, columns) if share is not None]
-        if len(spanned) == 2 and all_parts is not None:
-            spanned = [all_parts]
+        spanned = spanned_by(rows, columns, all_parts)
         if spanned:
             largest = maxima.rows.amax().view(1, 1)
             for share in spanned:
@@ -224,6 +238,12 @@ def shared_maxima(
     return maxima
 
 
+def spanned_by(rows: Share | None, columns: Share | None, all_parts: Share | None) -> list[Share]:
+    """Return the exchanges by which a number of the whole matrix reaches all ranks: see shared_maxima."""
+    spanned = [share for share in (rows, columns) if share is not None]
+    return [all_parts] if len(spanned) == 2 and all_parts is not None else spanned
+
+
 def scaled_linear(
     x: Tensor,
     weight: Tensor,
@@ -233,7 +253,14 @@ def scaled_linear(
 ) -> Tensor:
     """Like linear in kernels/linear.py: x [..., n], weight [m, n], bias [m] -> [..., m]."""
     function, args = get_source(x)
-    return _ScaledLinear.apply(x, weight, bias, region, scaling, torch.is_grad_enabled(), function, *args)
+    grad_enabled = torch.is_grad_enabled()
+    of_pass = scaling.of_pass() if grad_enabled else scaling
+    return _ScaledLinear.apply(x, weight, bias, region, of_pass, grad_enabled, function, *args)
+
+
+def tensors_of(operand: Operand) -> list[Tensor]:
+    """Return the tensors of an operand, in order."""
+    return [part for part in operand if isinstance(part, Tensor)]
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -254,7 +281,7 @@ class _ScaledLinear(torch.autograd.Function):
         maxima = scaling.input_maxima(matrix, both=grad_enabled)
         if grad_enabled and function is None:
             quantized_x, by_token = scaling.inputs_in_both(matrix, maxima)
-            ctx.save_for_backward(by_token.q, by_token.scale)
+            ctx.save_for_backward(*tensors_of(by_token))
         else:
             quantized_x = scaling.inputs(matrix, maxima)
             ctx.save_for_backward(maxima.columns, *args)
@@ -289,8 +316,7 @@ class _ScaledLinear(torch.autograd.Function):
             maxima = Maxima(columns=ctx.saved_tensors[0])
             x_by_token = scaling.inputs_by_token(scaling.casts.matrix(wait_x()), maxima)
         else:
-            q, scale = ctx.saved_tensors
-            x_by_token = QuantizedMatrix(q, scale, scaling.activation_kind, scaling.side)
+            x_by_token = scaling.restored(*ctx.saved_tensors)
 
         dtype = dy.dtype  # a closure over dy would keep it alive until the W of a schedule
 

@@ -13,7 +13,7 @@ of experts. A kind of block may have only one of the two (Nemotron-H, arXiv 2504
 import torch
 from torch import Tensor, nn
 
-from config import Config, config_of_layer, layer_model
+from config import Config, config_of_layer, layer_in_fp8, layer_model, rounds_gradients
 from model.attention import Attention, AttentionConfig
 from model.context import ForwardContext
 from model.delta import DeltaConfig, GatedDeltaNet, KimiConfig, KimiDeltaAttention
@@ -77,6 +77,11 @@ class TransformerBlock(nn.Module):
             self.mlp = mlp(cfg, mesh, layer)
             self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
         exchange_weight_maxima_together(self, mesh.tp)
+        self.rounding = None  # of gradients, in NVFP4
+        if rounds_gradients(cfg.train) and layer_in_fp8(cfg, layer):
+            from parallel.tensor.rounding import round_gradients
+
+            self.rounding = round_gradients(self)
         if cfg.train.unproven:
             from model.unproven import use_unproven
 
@@ -93,6 +98,8 @@ class TransformerBlock(nn.Module):
     def mixer_and_mlp(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         """Compute the block. Full recompute repeats this in the backward."""
         router_stats = None
+        if self.rounding is not None:
+            self.rounding.rng = context.rounding_rng
         if self.mixer is not None:
             h, residual = self.mixer_norm.add_and_norm(x, residual)
             x = self.to_residual(self.mixer(h, context), self.mixer_norm_after, context, self.mixer_site)

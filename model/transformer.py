@@ -1,8 +1,10 @@
 """The decoder as pipeline stages: consecutive blocks, with the embedding or the output head at an end."""
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from config import Config
+from config import Config, rounds_gradients
 from model.block import TransformerBlock
 from model.context import ForwardContext, GenerationCache, LossInputs, forward_context
 from model.embedding import Embedding
@@ -90,9 +92,11 @@ class PipelineStage(nn.Module):
     def context_of(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
         """Return the context of a microbatch, with dropout and router losses if gradients are on."""
         cfg = self.cfg
-        rng = router_inputs = None
+        rng = rounding_rng = router_inputs = None
         if torch.is_grad_enabled() and self.draws_numbers:
             rng = self.dropout_rng(microbatch)
+        if torch.is_grad_enabled() and rounds_gradients(cfg.train):
+            rounding_rng = self.token_rng(microbatch)
         if torch.is_grad_enabled() and self.experts is not None:
             router_inputs = make_router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)
         return forward_context(
@@ -101,22 +105,28 @@ class PipelineStage(nn.Module):
             microbatch.documents,
             document_counts=microbatch.document_counts,
             dropout_rng=rng,
+            rounding_rng=rounding_rng,
             router_inputs=router_inputs,
             sequence_is_sharded=microbatch.sequence_positions is not None,
         )
 
     def dropout_rng(self, microbatch: Microbatch) -> DropoutRng:
-        """Return the dropout generator of this rank's tokens. Raises ValueError for a microbatch without
+        """Return the dropout generator of this rank's tokens (sp: of those between its linears)."""
+        rng = self.token_rng(microbatch)
+        if self.cfg.parallel.sp:
+            return replace(rng, positions=local_chunk(rng.positions[None], self.mesh.tp)[0])
+        return rng
+
+    def token_rng(self, microbatch: Microbatch) -> DropoutRng:
+        """Return the generator of the tokens [b, s/cp]. Raises ValueError for a microbatch without
         sequence_ids."""
         if microbatch.sequence_ids is None:
-            raise ValueError("dropout and jitter need each sequence's index in the step: "
+            raise ValueError("dropout, jitter and nvfp4 need each sequence's index in the step: "
                              "Microbatch.sequence_ids")
         positions = microbatch.sequence_positions
         if positions is None:
             tokens = microbatch.tokens
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        if self.cfg.parallel.sp:
-            positions = local_chunk(positions[None], self.mesh.tp)[0]
         return DropoutRng(self.cfg.train.seed, microbatch.step, microbatch.sequence_ids, positions)
 
     def run_blocks(

@@ -8,7 +8,16 @@ from torch import Tensor
 from config import Config
 from kernels.fp8_linear import RECIPES
 from kernels.swiglu import swiglu
-from kernels.unproven import fp8_formula, fp8_norm, fp8_rope, fp8_swiglu, head_norm, latent_heads, mx_gemm
+from kernels.unproven import (
+    fp8_formula,
+    fp8_norm,
+    fp8_rope,
+    fp8_swiglu,
+    head_norm,
+    latent_heads,
+    mx_gemm,
+    nvfp4_gemm,
+)
 from kernels.unproven.fp8_origin import Reader
 from model.attention import Attention
 from model.mla import MultiLatentAttention
@@ -23,7 +32,7 @@ if TYPE_CHECKING:
     from model.block import TransformerBlock
 
 
-PRODUCTS = {"mxfp8": mx_gemm.PRODUCTS}  # {recipe of kernels/fp8_linear.py: its products}
+PRODUCTS = {"mxfp8": mx_gemm.PRODUCTS, "nvfp4": nvfp4_gemm.PRODUCTS}  # {train.fp8: its products}
 
 
 def use_unproven(block: "TransformerBlock", cfg: Config, mesh: Mesh, layer: int) -> None:
@@ -38,7 +47,21 @@ def use_unproven(block: "TransformerBlock", cfg: Config, mesh: Mesh, layer: int)
     fp8 = fp8_of_layer(cfg, layer)
     if fp8 is not None:
         recipe, side = fp8
-        leave_results_to_fp8(block, cfg, mesh, layer, Reader(RECIPES[recipe].activation_kind, side))
+        multiply_by_library(block, recipe)
+        if recipe in RECIPES:  # in 8 bits
+            leave_results_to_fp8(block, cfg, mesh, layer, Reader(RECIPES[recipe].activation_kind, side))
+
+
+def scaled_linears(block: "TransformerBlock") -> list[ColumnLinear | RowLinear]:
+    linears = [module for module in block.modules() if isinstance(module, (ColumnLinear, RowLinear))]
+    return [linear for linear in linears if linear.scaling is not None]
+
+
+def multiply_by_library(block: "TransformerBlock", recipe: str) -> None:
+    """Let the chip's own products of a format run, if it has them."""
+    if recipe in PRODUCTS:
+        for linear in scaled_linears(block):
+            linear.scaling = replace(linear.scaling, products=PRODUCTS[recipe])
 
 
 def normalize_and_rotate_heads(
@@ -63,10 +86,8 @@ def leave_results_to_fp8(
     residual. The pre-MLP norm: so does a router. Under tp an exchange comes between. SwiGLU, and the gradient
     of q, k, v: with a bias, the gradient of the projection's output is also summed.
     """
-    for linear in block.modules():
-        if isinstance(linear, (ColumnLinear, RowLinear)) and linear.scaling is not None:
-            products = PRODUCTS.get(linear.scaling.recipe, linear.scaling.products)
-            linear.scaling = replace(linear.scaling, casts=fp8_formula.CASTS, products=products)
+    for linear in scaled_linears(block):
+        linear.scaling = replace(linear.scaling, casts=fp8_formula.CASTS)
 
     # norms
     add_norm = partial(fp8_norm.add_norm, reader=reader)

@@ -47,6 +47,11 @@ class DropoutRng:
 
     def bits(self, site: int, width: int) -> Tensor:
         """Return int64 [b, s, width], uniform in [0, 2^53)."""
+        hashes = self.hashes(site, torch.arange(width, device=self.positions.device))
+        return hashes >> (64 - RANDOM_BITS) & (NUM_VALUES - 1)
+
+    def hashes(self, site: int, channels: Tensor) -> Tensor:
+        """Return int64 [b, s, c]: 64 random bits for each element of these channels [c]."""
         step = self.step
         if not isinstance(step, Tensor):  # filled on the device: a copy would block the host
             step = torch.full((), step, device=self.sequence_ids.device)
@@ -55,9 +60,7 @@ class DropoutRng:
 
         of_sequence = hash_bits(key + self.sequence_ids[:, None])  # [b, 1]
         of_token = hash_bits(of_sequence + self.positions)  # [b, s]
-        channels = torch.arange(width, device=of_token.device)
-        of_element = hash_bits(of_token[..., None] + channels)  # [b, s, width]
-        return of_element >> (64 - RANDOM_BITS) & (NUM_VALUES - 1)
+        return hash_bits(of_token[..., None] + channels)  # [b, s, c]
 
 
 def dropout(x: Tensor, rate: float, rng: DropoutRng | None, site: int) -> Tensor:

@@ -15,6 +15,7 @@ from build import build_run
 from config.reading import resolve
 from kernels import triton_
 from kernels.fp8_linear import RECIPES, Fp8Scaling, scaled_linear
+from kernels.nvfp4_linear import Nvfp4Scaling
 from kernels.unproven import fp8_norm, fp8_rope, fp8_swiglu
 from kernels.unproven.fp8_origin import deferred_tensor
 from parallel.topology.dims import ParallelDims
@@ -23,12 +24,13 @@ from parallel.wire.world import World
 from train import train_step
 
 STEPS = 30
+DENSE = (*RECIPES, "nvfp4")  # the recipes of a model without experts
 # of the loss, relative, over the last ten steps
-MARGIN = {"tensorwise": 0.02, "rowwise": 0.02, "blockwise": 0.02, "mxfp8": 0.02}
+MARGIN = {"tensorwise": 0.02, "rowwise": 0.02, "blockwise": 0.02, "mxfp8": 0.02, "nvfp4": 0.04}
 # of y, dx, dW against fp32
 GRADIENTS = {
     "tensorwise": (0.06, 0.12, 0.12), "rowwise": (0.05, 0.10, 0.10), "blockwise": (0.05, 0.06, 0.06),
-    "mxfp8": (0.05, 0.06, 0.06),
+    "mxfp8": (0.05, 0.06, 0.06), "nvfp4": (0.2, 0.3, 0.3),
 }
 SMALL = (
     "--model.layers 4 --model.hidden 64 --model.mixer.heads 4 --model.mixer.kv_heads 2 --model.mlp.width 128 "
@@ -47,6 +49,11 @@ class Counting(RandomTokens):
             for b in made
             for ids in [(b.tokens[:, :1] * 5 ** torch.arange(b.tokens.shape[1])[None] % 64)]
         ]
+
+
+def in_fp8(recipe: str) -> list[str]:
+    words = ["--train.dtype", "fp8", "--train.fp8", recipe]
+    return [*words, "--train.fp8_block", "16"] if recipe == "nvfp4" else words
 
 
 def make_job(*keys) -> config.Config:
@@ -72,9 +79,19 @@ def follow(eight: list[float], bf16: list[float], recipe: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE)
 def test_the_loss_follows_bf16(bf16, recipe):
-    follow(losses(World(), make_job("--train.dtype", "fp8", "--train.fp8", recipe)), bf16, recipe)
+    follow(losses(World(), make_job(*in_fp8(recipe))), bf16, recipe)
+
+
+@pytest.mark.slow
+def test_blocks_that_run_again_round_alike():
+    """NVFP4: the gradients' random bits are those of the element, however often and in which micro-batches
+    its forward runs.
+    """
+    kept = losses(World(), make_job(*in_fp8("nvfp4")))
+    for mode in ("full", "selective"):
+        assert losses(World(), make_job(*in_fp8("nvfp4"), "--parallel.recompute", mode)) == kept
 
 
 MIXTURE = (
@@ -96,13 +113,12 @@ def test_the_loss_of_a_mixture_follows_bf16(mixture, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE)
 def test_weights_that_travel_in_eight_bits(ranks, bf16, recipe):
     """ZeRO-3 gathers its weights in e4m3 (parallel/wire/compress.py); the linears quantize what arrived.
     Every rank has the same loss.
     """
-    words = f"--train.dtype fp8 --train.fp8 {recipe} --parallel.zero 3 --parallel.compress_weights fp8"
-    cfg = make_job(*words.split())
+    cfg = make_job(*in_fp8(recipe), *"--parallel.zero 3 --parallel.compress_weights fp8".split())
     one, other = ranks(2).run(losses, cfg)
     assert one == other
     uncompressed = replace(cfg, parallel=replace(cfg.parallel, compress_weights="none"))
@@ -121,16 +137,15 @@ def test_the_first_and_last_layers_stay():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE)
 def test_a_resumed_run_is_bitwise(tmp_path, recipe):
     """Two ranks, saved after 3 of 6 steps, killed in the fifth and started again."""
     words = (
-        f"--model.layers 3 --model.hidden 64 --model.mlp.width 64 --model.mixer.kv_heads 4 --train.dtype fp8 "
-        f"--parallel.tp 2 --train.fp8 {recipe} --train.fp8_block 32 --train.seq_len 32 --train.steps 6 "
-        "--checkpoint.every 3"
+        "--model.layers 3 --model.hidden 64 --model.mlp.width 64 --model.mixer.kv_heads 4 "
+        "--parallel.tp 2 --train.seq_len 32 --train.steps 6 --checkpoint.every 3 --train.fp8_block 32"
     )
     place = ("--data.path", corpus(tmp_path), "--log.dir", str(tmp_path))
-    args = ["llama3-tiny", *MODEL, *words.split(), *place]
+    args = ["llama3-tiny", *MODEL, *words.split(), *in_fp8(recipe), *place]
     whole = job(tmp_path / "w", 2, [*args, "--log.name", "whole"])
     assert whole.codes == [0, 0], whole.logs
     fault = "step.begin:rank=0:step=5:act=SIGKILL"
@@ -144,7 +159,7 @@ def test_a_resumed_run_is_bitwise(tmp_path, recipe):
     assert found[0] == found[1] and len(found[0]) == 6
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", DENSE)
 def test_gradients_are_near_those_of_fp32(recipe):
     g = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*s, generator=g) for s in ((2, 96, 64), (128, 64), (2, 96, 128)))
@@ -154,7 +169,11 @@ def test_gradients_are_near_those_of_fp32(recipe):
     y = exact[0] @ exact[1].t()
     want = [y.detach(), *torch.autograd.grad(y, exact, dy)]
     low = [t.bfloat16().requires_grad_() for t in (x, w)]
-    y = scaled_linear(*low, None, None, Fp8Scaling(recipe, 32))
+    scaling = Fp8Scaling(recipe, 32)
+    if recipe == "nvfp4":
+        bits = torch.randint(-(2**63), 2**63 - 1, (192, 128), generator=g)
+        scaling = Nvfp4Scaling(recipe, 16, start_pass=lambda: lambda: bits)
+    y = scaled_linear(*low, None, None, scaling)
     got = [y.detach(), *torch.autograd.grad(y, low, dy.bfloat16())]
     off = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want)]
     assert all(0.005 < a <= b for a, b in zip(off, GRADIENTS[recipe])), off

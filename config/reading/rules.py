@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from config import (
+    FIXED_SIDES,
     FP8_SIDES,
     MAX_LOSS_SCALE,
     OPTIMIZERS,
@@ -334,9 +335,13 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "train.fp8_keep", range((layers + 1) // 2))
 
     yield Rule(
-        not isinstance(model.mlp, ExpertsConfig) or parallel.etp == 1 or recipe in FP8_SIDES,
+        recipe != "nvfp4" or mixture(model) is None,
+        "train.fp8: nvfp4 has no products of experts; use mxfp8, or a model without experts")
+    of_experts = [name for name in FP8_SIDES if name != "nvfp4"]
+    yield Rule(
+        not isinstance(model.mlp, ExpertsConfig) or parallel.etp == 1 or recipe in of_experts,
         f"parallel.etp: {parallel.etp} ranks share an expert, and a {recipe} scale would cover all of them; "
-        f"use train.fp8 {' or '.join(FP8_SIDES)}, or parallel.ep")
+        f"use train.fp8 {' or '.join(of_experts)}, or parallel.ep")
     kv = model.mixer.heads_over_tp().get("kv_heads", parallel.tp)
     yield Rule(
         kv % parallel.tp == 0,
@@ -352,15 +357,20 @@ def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
     has_blocks = recipe in FP8_SIDES
     proof = train.dtype == "fp64"  # hardware limits do not apply
     block = fp8_block(train)
+    is_fixed = recipe in FIXED_SIDES and not proof
     yield Rule(
-        recipe != "mxfp8" or proof or block == FP8_SIDES["mxfp8"],
-        f"train.fp8_block: {block} is not the block of mxfp8, whose format fixes {FP8_SIDES['mxfp8']}; "
+        not is_fixed or block == FP8_SIDES[recipe],
+        f"train.fp8_block: {block} is not the block of {recipe}, whose format fixes {FP8_SIDES.get(recipe)}; "
         "leave it out")
     yield Rule(
         not has_blocks or proof or (block >= 16 and block & block - 1 == 0),
         f"train.fp8_block: {block} must be a power of two, at least 16", "train.fp8_block", FP8_BLOCKS)
+    yield Rule(
+        recipe != "nvfp4" or (block > 1 and block & block - 1 == 0),
+        f"train.fp8_block: {block} must be a power of two, at least 2, for the Hadamard transform of nvfp4",
+        "train.fp8_block", (16, 8, 4, 2))
 
-    can_choose_block = has_blocks and (recipe != "mxfp8" or proof)
+    can_choose_block = has_blocks and not is_fixed
     if can_choose_block:
         unit, unit_text = block, f"train.fp8_block={block}"
     elif has_blocks:

@@ -20,17 +20,22 @@ ROWS_APART = 32  # of a tile: rows this far apart are neighbors in memory
 
 
 def swizzled_scales(scale: Tensor) -> Tensor:
-    """scale [m, n/32], powers of two -> their E8M0 bytes, flat, as cuBLAS reads them.
+    """scale [m, n/32], powers of two -> their E8M0 bytes, flat, as cuBLAS reads them."""
+    return in_tiles(e8m0_bytes(scale)).view(torch.float8_e8m0fnu)
+
+
+def in_tiles(scale: Tensor) -> Tensor:
+    """Bytes of scales [m, columns], uint8 -> the same, flat, in the tiles that cuBLAS reads.
 
     The layout is that of "1D block scaling factors" in cuBLAS's manual: row r and column c of a tile are at
     16 (r mod 32) + 4 (r div 32) + c. Tiles follow each other along a row. Both sizes are padded with zeros.
     """
     m, columns = scale.shape
-    padded = F.pad(e8m0_bytes(scale), (0, -columns % TILE_COLUMNS, 0, -m % TILE_ROWS))
+    padded = F.pad(scale, (0, -columns % TILE_COLUMNS, 0, -m % TILE_ROWS))
     tiles = padded.view(
         len(padded) // TILE_ROWS, TILE_ROWS // ROWS_APART, ROWS_APART, -1, TILE_COLUMNS
     )
-    return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e8m0fnu)
+    return tiles.permute(0, 3, 2, 1, 4).flatten()
 
 
 def e8m0_bytes(scale: Tensor) -> Tensor:

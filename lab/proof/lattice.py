@@ -59,7 +59,7 @@ SWITCHES = {  # the first value of each is the default
     "capacity": (None, 1.0, "padded"),
     "name": (*OPTIMIZERS, *WITH_BF16_STATES),
     "mup": (None, MUP_BASE),
-    "fp8": (None, "tensorwise", "rowwise", "blockwise", "mxfp8"),
+    "fp8": (None, "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"),
     "ema": (None, 0.9),
     "async_save": (False, True),
     "vocab_multiple": (32, 128),  # with 128, padding takes a quarter of the rows for 257 ids: whole shards

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kernels.cross_entropy import Merge
 from kernels.embedding import embedding
 from kernels.fp8 import SHARED_KINDS
-from kernels.fp8_linear import RECIPES, Fp8Scaling, own_maxima, scaled_linear
+from kernels.fp8_linear import Fp8Scaling, own_maxima, scaled_linear
 from kernels.fp8_weight import WeightsTogether
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.linear import linear, linear_of_several, linear_out_of_region
@@ -68,9 +68,14 @@ def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> 
     all_parts = None
     if over_tp is not None and over_cp is not None:
         all_parts = partial(comm.all_reduce_max_float, group=mesh.tp_cp)
+    scaling_class: type[Fp8Scaling] = Fp8Scaling
+    if recipe[0] == "nvfp4":
+        from kernels.nvfp4_linear import Nvfp4Scaling
+
+        scaling_class = Nvfp4Scaling
     if divides_outputs:
-        return Fp8Scaling(*recipe, outs=over_tp, ins=None, tokens=over_cp, all_parts=all_parts)
-    return Fp8Scaling(*recipe, outs=None, ins=over_tp, tokens=over_cp, all_parts=all_parts)
+        return scaling_class(*recipe, outs=over_tp, ins=None, tokens=over_cp, all_parts=all_parts)
+    return scaling_class(*recipe, outs=None, ins=over_tp, tokens=over_cp, all_parts=all_parts)
 
 
 def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
@@ -86,7 +91,7 @@ def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
             continue
         if layer.scaling is None:
             continue
-        kind = RECIPES[layer.scaling.recipe].weight_kind
+        kind = layer.scaling.weight_kind
         if kind not in SHARED_KINDS:
             continue
         divides_outputs = isinstance(layer, ColumnLinear)

@@ -38,7 +38,7 @@ FORWARD, BACKWARD = "attention forward", "attention backward"
 FIVE_OF_SEVEN = 5 / 7  # products of attention's backward, if the probabilities are computed once
 SMALL_BYTES = 1 << 16
 HALF = (torch.bfloat16, torch.float16)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)
 
 
 @dataclass(frozen=True)
@@ -294,6 +294,8 @@ FILES = {
     "kernels/cross_entropy.py": "cross entropy",
     "kernels/embedding.py": "embedding",
     "kernels/fp8": "quantization",
+    "kernels/nvfp4": "quantization",
+    "kernels/unproven/nvfp4": "quantization",
     "kernels/unproven/fp8": "quantization",
     "kernels/grad.py": "gradients",
     "kernels/grouped_gemm.py": "permute",
@@ -319,6 +321,7 @@ FILES = {
     OUTSIDE[0]: "elementwise",  # autograd adds the gradients of tensors used twice
 }
 ROUTER_FILES = ("model/router.py", "kernels/router.py")
+NVFP4_FILES = ("kernels/nvfp4_linear.py", "kernels/unproven/nvfp4_gemm.py")
 LOOKUPS = ("aten.index", "aten.embedding")  # every other operation could be fused into a neighboring kernel
 NOT_NEEDED = ("gradients", "copies", "small", "rest", "quantization", "unknown")  # absent in a perfect step
 
@@ -377,6 +380,8 @@ def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
         return "router", "fp32"
     if launch.file in ROUTER_FILES:
         return "router", rate
+    if launch.file in NVFP4_FILES:  # any of its three products; two elements a byte at twice the rate of fp8
+        return "products", "library fp8" if dtype in FP8 else rate
     if dtype in FP8:
         is_mx = any(tensor.dtype == torch.float8_e8m0fnu for tensor in arguments["in"])  # by its scales
         has_fast_sum = is_mx or bool(arguments["numbers"].get("use_fast_accum"))

@@ -179,6 +179,9 @@ CASES = [
         for name in ("sgd", "lamb", "lars")
     ),
     (having(train__fp8="rowwise"), 1, "train.fp8", False),
+    (having(**EIGHT, **MIXTURE, train__fp8="nvfp4"), 1, "train.fp8", False),
+    (having(**EIGHT, train__fp8="nvfp4", train__fp8_block=32), 1, "train.fp8_block", False),
+    (having(train__dtype="fp64", train__fp8="nvfp4", train__fp8_block=12), 1, "train.fp8_block", True),
     (having(**EIGHT, train__fp8_keep=2), 1, "train.fp8_keep", True),
     (having(**EIGHT, train__fp8_keep=-1), 1, "train.fp8_keep", False),
     (having(**EIGHT, **MIXTURE, parallel__etp=2), 2, "parallel.etp", False),

@@ -23,10 +23,11 @@ optimizer, every ZeRO stage, on real files. After every step the following must 
                  there may be at most NOT_COMPARED
     fp64         one process of the dtype matches one process in fp64 from the same initial weights
 
-Bounds. u: the unit roundoff of a dtype (fp32 2^-24, fp16 2^-11, bf16 2^-8, e4m3 2^-4, e5m2 2^-3). A
-rounding to nearest has an RMS error of u / sqrt(6) of the value (uniform within half a unit; the significand
-uniform in 1 .. 2). K roundings in series are independent, so they add up as sqrt(K) (Higham and Mary 2019,
-SIAM J. Sci. Comput. 41-5). With SIGMAS standard deviations, as if each acted in full on every output,
+Bounds. u: the unit roundoff of a dtype (fp32 2^-24, fp16 2^-11, bf16 2^-8, e4m3 2^-4, e5m2 2^-3, e2m1 2^-2).
+A rounding to nearest has an RMS error of u / sqrt(6) of the value (uniform within half a unit; the
+significand uniform in 1 .. 2), and a stochastic one sqrt(2) of that (1/6 of a step squared instead of 1/12).
+K roundings in series are independent, so they add up as sqrt(K) (Higham and Mary 2019, SIAM J. Sci. Comput.
+41-5). With SIGMAS standard deviations, as if each acted in full on every output,
 
     E(dtype) = SIGMAS u sqrt(K / 6)            K: `gradient_error` in bounds.py, counted from the model
 

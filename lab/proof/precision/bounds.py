@@ -7,7 +7,17 @@ import torch
 
 from config import Config, ConfigError, ModelConfig, NoPart, fp8_recipe, layer_in_fp8, layer_model
 from kernels.fp8_linear import RECIPES
-from lab.proof.precision.errors import E4M3, E5M2, SIGMAS, U32, UNIT, Tensors, matrices, relative_distance
+from lab.proof.precision.errors import (
+    E2M1,
+    E4M3,
+    E5M2,
+    SIGMAS,
+    U32,
+    UNIT,
+    Tensors,
+    matrices,
+    relative_distance,
+)
 from lab.proof.precision.paper import MUON_SLOPE
 from model.router import has_experts, mixture
 
@@ -17,6 +27,10 @@ UNIT_LENGTH = 2  # the sum of squares and its root
 DELTA_STATE = 9  # a decay's logarithm, decay, pairs, times beta, solved, taken, written, decayed query, sum
 NORM = 2  # the root mean square and the product with it
 UNIT_OF_8_BITS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+# {train.fp8: of x and W, and of dy}; a stochastic rounding has twice the variance of one to nearest
+UNITS = {
+    recipe: (E4M3, UNIT_OF_8_BITS[formats.gradient_dtype]) for recipe, formats in RECIPES.items()
+} | {"nvfp4": (E2M1, math.sqrt(2) * E2M1)}
 LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -127,7 +141,7 @@ def gradient_error(cfg: Config) -> float:
     """Return E, the relative error of one process's gradients against exact arithmetic."""
     ends = ENDS * UNIT[cfg.train.dtype] ** 2
     recipe = fp8_recipe(cfg.train)
-    output_grad = UNIT_OF_8_BITS[RECIPES[recipe].gradient_dtype] if recipe else 0.0
+    operand, output_grad = UNITS[recipe] if recipe else (0.0, 0.0)
     sends_8_bits = cfg.parallel.compress_tokens != "none" and cfg.parallel.ep * cfg.parallel.etp > 1
     forward: list[float] = []
     backward = ends
@@ -136,9 +150,9 @@ def gradient_error(cfg: Config) -> float:
         linears = sum(part.linears for part in parts(cfg.model, layer)) if layer_in_fp8(cfg, layer) else 0
         # each linear rounds x and W in the forward, W and x in the backward, and dy twice; the experts' first
         # reads rows that were rounded, as does its weight gradient, and its last a rounded dy
-        rows = has_experts(cfg.model, layer) and sends_8_bits
-        forward.append(roundings + (2 * linears + rows) * E4M3**2)
-        backward += roundings + (2 * linears + 2 * rows) * E4M3**2 + 2 * linears * output_grad**2
+        rows = E4M3**2 if has_experts(cfg.model, layer) and sends_8_bits else 0.0
+        forward.append(roundings + linears * 2 * operand**2 + rows)
+        backward += roundings + linears * (2 * operand**2 + 2 * output_grad**2) + 2 * rows
     squares = through_layers(cfg.model, ends, forward) + backward
     return SIGMAS * math.sqrt(squares / 6)
 

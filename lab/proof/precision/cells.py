@@ -47,6 +47,7 @@ EXTRAS: tuple[dict, ...] = (  # keys of `parallel`, train.fp8 and model.mtp
     {"fp8": "rowwise"},
     {"fp8": "blockwise"},
     {"fp8": "mxfp8"},
+    {"fp8": "nvfp4"},
     {"recompute": "selective"},
     {"recompute": "full"},
     {"mtp": MTPConfig()},

@@ -18,6 +18,7 @@ UNIT = {
 U32 = UNIT["fp32"]
 E4M3 = 2.0**-4
 E5M2 = 2.0**-3
+E2M1 = 2.0**-2
 
 SIGMAS = 2.0  # standard deviations that the bounds allow
 

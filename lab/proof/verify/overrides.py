@@ -34,7 +34,7 @@ CELL_WORDS = {
     "parallel.bucket_mb": "wide or no-wide",
     "train.micro_batch": "mb1 or mb2",
     "train.ramp": "ramp or no-ramp",
-    "train.fp8": "tensorwise, rowwise, blockwise, mxfp8 or no-fp8",
+    "train.fp8": "tensorwise, rowwise, blockwise, mxfp8, nvfp4 or no-fp8",
     "train.seq_len": "wide or no-wide",
     "model.context": "wide or no-wide",
     "model.mlp.capacity": "capacity, padded, no-capacity or no-padded",

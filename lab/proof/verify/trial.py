@@ -62,7 +62,8 @@ FLOOR = 1e-7
 MAX_REFERENCES = 200  # reference files to keep, some megabytes each
 
 # fp8 recipes whose scales depend on all tokens of a microbatch
-FP8_BY_MICROBATCH = ("tensorwise", "rowwise")
+FP8_BY_MICROBATCH = ("tensorwise", "rowwise", "nvfp4")
+FP8_OF_TENSOR = ("tensorwise", "nvfp4")  # those with a scale of the whole tensor
 
 # suffixes of metrics.jsonl keys that depend on the machine, not on the training
 MACHINE_SUFFIXES = ("_ms", "_s", "_gpu", "mem_gib", "mfu")
@@ -326,14 +327,14 @@ def has_one_scale_for_padding(cfg: Config) -> bool:
 
     The logits then depend on the padding, which one process does not have.
     """
-    return cfg.train.fp8 == "tensorwise" and cfg.parallel.sp
+    return cfg.train.fp8 in FP8_OF_TENSOR and cfg.parallel.sp
 
 
 def has_one_scale_for_rows(cfg: Config) -> bool:
     """Return whether fp8 shares one scale between all rows of a batch. The scores of a task's answers then
     depend on which others a rank scores in the same batch.
     """
-    return cfg.train.fp8 == "tensorwise"
+    return cfg.train.fp8 in FP8_OF_TENSOR
 
 
 def get_slices(box: Box) -> tuple[slice, ...]:

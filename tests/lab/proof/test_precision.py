@@ -55,6 +55,16 @@ from parallel.sharding.weights import BucketWeights
 from parallel.wire.world import World
 
 LLAMA, MIXTURE = "llama3-tiny", "mixtral-tiny"
+NVFP4, SELECTIVE, FULL, TOKENS = (
+    EXTRAS.index({key: value})
+    for key, value in (
+        ("fp8", "nvfp4"),
+        ("recompute", "selective"),
+        ("recompute", "full"),
+        ("compress_tokens", "fp8"),
+    )
+)
+MTP = next(index for index, extra in enumerate(EXTRAS) if "mtp" in extra)
 # (recipe, ranks, cell): with MORE every dtype, optimizer, ZeRO stage and kind of layout
 CORE = [
     (LLAMA, 2, Cell("bf16", "sgd", 3, 0, 2)),
@@ -67,14 +77,15 @@ MORE = [
     (LLAMA, 2, Cell("bf16", "adamw", 1, 0, 0)),
     (LLAMA, 2, Cell("fp32", "lars", 0, 4, 0)),
     (LLAMA, 4, Cell("bf16", "lamb", 2, 3, 0)),
-    (LLAMA, 2, Cell("bf16", "adamw", 2, 6, 6)),
-    (LLAMA, 2, Cell("bf16", "lamb", 1, 7, 7)),
-    (LLAMA, 2, Cell("fp16", "muon", 0, 8, 6)),
-    (MIXTURE, 2, Cell("bf16", "lion", 0, 9, 7)),
+    (LLAMA, 2, Cell("bf16", "adamw", 2, 6, SELECTIVE)),
+    (LLAMA, 2, Cell("bf16", "lamb", 1, 7, FULL)),
+    (LLAMA, 2, Cell("fp16", "muon", 0, 8, SELECTIVE)),
+    (MIXTURE, 2, Cell("bf16", "lion", 0, 9, FULL)),
     (MIXTURE, 2, Cell("bf16", "adamw", 1, 10, 0)),
-    (LLAMA, 2, Cell("fp8", "lamb", 2, 6, 8)),
-    (MIXTURE, 2, Cell("bf16", "muon", 1, 5, 10)),
-    (MIXTURE, 2, Cell("fp16", "adamw", 2, 9, 10)),
+    (LLAMA, 2, Cell("fp8", "lamb", 2, 6, MTP)),
+    (LLAMA, 2, Cell("fp8", "adamw", 1, 1, NVFP4)),
+    (MIXTURE, 2, Cell("bf16", "muon", 1, 5, TOKENS)),
+    (MIXTURE, 2, Cell("fp16", "adamw", 2, 9, TOKENS)),
 ]
 BY_HAND = [*CORE, *MORE]
 DRAWN = 2

@@ -375,7 +375,7 @@ EIGHT_BITS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("parallel", EIGHT_BITS, ids=str)
 def test_scales_in_fp8(ranks, recipe, parallel):
     compare(ranks(4), "llama3-tiny", parallel, fp8=recipe)
