@@ -104,7 +104,7 @@ def place_of(key: str, spec: ParameterSpec) -> Place:
 
 @lru_cache(maxsize=16)
 def parameter_places(model: ModelConfig) -> tuple[Place, ...]:
-    """Return the places of all parameters of the model, in the order of the layers; those outside are last."""
+    """Return the places of all parameters of the model by layer; those outside of the layers are last."""
     places: dict[Place, None] = {}
     for number, part in enumerate(describe_model(model).parts):
         params = part.params if part.shared_table is None else (*part.params, part.shared_table)
@@ -154,6 +154,10 @@ class OwnedPart(NamedTuple):
     bucket: int
     elements: slice
     row: int  # of the place
+
+    def continues_in(self, other: "OwnedPart") -> bool:
+        """Whether the other part is of the same place and follows at once."""
+        return (self.bucket, self.row, self.elements.stop) == (other.bucket, other.row, other.elements.start)
 
 
 class UnitSite(NamedTuple):
@@ -258,8 +262,8 @@ class LayerStatistics(StepExtra):
     # ---- parameters ----------------------------------------------------------------------------------------
 
     def sum_squares(self, flats: list[Tensor]) -> Tensor:
-        """Return the sums of squares of each place over what this rank counts. flats: of each bucket, over its
-        owned shard. No host sync, unless they are in host memory."""
+        """Return the sum of squares of each place over what this rank counts, without a host sync unless the
+        numbers are in host memory. flats: for each bucket its owned shard."""
         total = torch.zeros_like(self.sizes)
         if self.owned:
             norms = [length_of(flats[part.bucket][part.elements]) for part in self.owned]
@@ -270,21 +274,24 @@ class LayerStatistics(StepExtra):
     def over_ranks(self, parameters: Tensor) -> Tensor:
         """Sum over the ranks, and return the numbers of the step. parameters [4, places]: elements, squares
         of gradients, weights and updates."""
-        parts = [parameters, self.outputs, self.router_sums, self.count_units()]
-        flat = comm.all_reduce_sum(torch.cat([part.flatten() for part in parts]), self.mesh.world)
-        summed = [one.view(part.shape) for one, part in zip(flat.split([p.numel() for p in parts]), parts)]
-        (sizes, grads, weights, updates), outputs, (shares, counts), (dead, units) = (
-            summed[0], summed[1], summed[2].unbind(1), summed[3].unbind(1)
-        )
+        sums = [parameters, self.outputs, self.router_sums, self.count_units()]
+        flat = comm.all_reduce_sum(torch.cat([part.flatten() for part in sums]), self.mesh.world)
+        parts = flat.split([part.numel() for part in sums])
+        parameters, outputs, routers, units = (part.view_as(own) for part, own in zip(parts, sums))
+
+        # of layers
         rms = (outputs[..., 0] / outputs[..., 1]).sqrt()  # [layers, outputs]
         of_layers = {f"{name}_rms": rms[:, index] for index, name in enumerate(OUTPUTS)}
-        of_layers["dead_units"] = dead / units
+        of_layers["dead_units"] = units[:, 0] / units[:, 1]
         of_layers["largest_logit"] = comm.all_gather(self.logits[None], self.mesh.world).amax(0)
         if self.num_experts:
+            shares, counts = routers.unbind(1)
             mean = shares / shares.sum(-1, keepdim=True)
             of_layers["router_entropy"] = torch.special.entr(mean).sum(-1)
             of_layers["expert_share"] = counts.amax(-1) / counts.sum(-1)
 
+        # in the order of statistics_of
+        sizes, grads, weights, updates = parameters
         numbers = [grads.sqrt(), (grads / sizes).sqrt(), weights.sqrt(), (weights / sizes).sqrt()]
         numbers += [updates.sqrt(), (updates / weights).sqrt()]
         numbers += [of_layers[name][layers] for name, layers in self.layers_with.items() if name in of_layers]
@@ -386,6 +393,8 @@ class LayerStatistics(StepExtra):
 
         @torch.no_grad()
         def begin(_: nn.Module, inputs: tuple[Any, Any]) -> None:
+            if not self.in_forward:
+                return
             rows, counts = inputs
             is_filled = (rows.probs.detach() != 0).to(accumulation_dtype(rows.x.dtype))
             members[:] = [members_of(counts, len(rows.probs), is_filled, is_filled)]  # [r, experts]
@@ -425,11 +434,10 @@ def owned_parts(buckets: list[Bucket], rows: dict[Place, int]) -> list[OwnedPart
                 offset += box.volume
                 if start >= end:
                     continue
-                row = rows[place_of(box.key, spec)]
-                before = parts[-1] if parts else None
-                if before is not None and (before.bucket, before.elements.stop, before.row) == (index, start, row):
-                    start = parts.pop().elements.start
-                parts.append(OwnedPart(index, slice(start, end), row))
+                found = OwnedPart(index, slice(start, end), rows[place_of(box.key, spec)])
+                if parts and parts[-1].continues_in(found):
+                    found = found._replace(elements=slice(parts.pop().elements.start, end))
+                parts.append(found)
     return parts
 
 
@@ -439,9 +447,8 @@ def length_of(x: Tensor) -> Tensor:
 
 
 def largest_logit(core: AttentionCore, q: Tensor, k: Tensor, context: ForwardContext) -> Tensor:
-    """Return the largest score of this rank's queries q [b, s/cp, h, d] and any rank's keys k [b, s/cp, g, d].
-
-    Under cp the keys are gathered. Documents, window and chunk limit it, as they limit attention.
+    """Return the largest score of this rank's queries q [b, s/cp, h, d] with the keys k [b, s/cp, g, d] that
+    they see, of all cp ranks: the keys are gathered.
     """
     is_sharded = context.sequence_is_sharded and core.cp.size > 1
     if is_sharded:

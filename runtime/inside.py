@@ -122,13 +122,15 @@ def inside_png(run_dir: Path, title: str = "") -> Path | None:
         return None
     lines = -(-len(maps) // 2)
     figure = new_figure(2 * PANEL_WIDTH, lines * PANEL_HEIGHT + 0.4)
-    figure.suptitle(plain_text("inside" + (f" · {title}" if title else "")), x=0.01, ha="left", color=INK)
+    figure.suptitle(plain_text("inside the layers" + (f" · {title}" if title else "")), x=0.01, ha="left", color=INK)
     grid = figure.subplots(lines, 2, squeeze=False).flatten()
     steps = np.array([row["step"] for row in rows])
     for axes, (name, (labels, values)) in zip(grid, maps.items()):
         draw_map(axes, steps, labels, values, *PANELS[name])
     for axes in grid[len(maps):]:
         axes.set_visible(False)
+    for axes in grid[:len(maps)][-2:]:
+        axes.set_xlabel("step", color=INK, fontsize=8)
     out = Path(run_dir) / "inside.png"
     save_figure(figure, out)
     return out
@@ -187,9 +189,12 @@ def draw_map(
     axes.set_xticks(columns, [f"{steps[column]:,}" for column in columns])
     if layers < len(labels) and layers:
         axes.axhline(layers - 0.5, color="white", lw=1.2)
+    axes.set_ylabel("layer", color=INK, fontsize=8)
     set_title(axes, title)
     axes.tick_params(length=0, labelcolor=INK, labelsize=7)
     axes.spines[:].set_visible(False)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
+    ticks = None if norm is None else np.geomspace(norm.vmin, norm.vmax, 4)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, ticks=ticks, format="%.2g")
+    bar.minorticks_off()
     bar.ax.tick_params(labelsize=7, labelcolor=INK)
     bar.outline.set_visible(False)

@@ -2,9 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import run_folder
-from ranks import SIZES, corpus, job
+from ranks import SIZES, job
+
+from data import tokenizer
+from data.indexed import IndexedDatasetWriter
 
 WORDS = (
     "--train.dtype fp64 --train.steps 3 --log.inside_every 1 --checkpoint.every none "
@@ -74,7 +78,14 @@ def numbers(folder) -> dict[str, float | None]:
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("inside"))
+    """Documents of two letters: with so few tokens, no token opens some of the units."""
+    folder = tmp_path_factory.mktemp("inside")
+    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "text", tok.vocab) as writer:
+        for _ in range(60):
+            writer.add([*rng.integers(97, 99, rng.integers(10, 60)), tok.eod])
+        writer.finish(tok, 1)
+    return str(folder / "text")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +114,8 @@ def test_every_number_is_that_of_one_process(trains, model, layout):
     sizes = ["--model.layers", "4"] if "--model.layers 4" in LAYOUTS[layout][1] else []
     wanted = trains(model, None, *sizes)
     assert found.keys() == wanted.keys() and len(found) > 100
+    dead = [number for name, number in found.items() if name.startswith("dead_units")]
+    assert 0 < max(dead) < 1 and len(set(dead)) > 2
     for name, number in wanted.items():
         if number is None:
             assert found[name] is None, name
