@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # optional features, imported only if the config enables them
     from durable.memory import MemoryCheckpoints
     from durable.rerun import StepRecorder
     from durable.uploader import CheckpointUploader
+    from model.inside import LayerStatistics
     from optim.ema import WeightEMA
     from optim.noise import GradientNoiseScale
     from parallel.pipeline.graphs import RecordedPipeline
@@ -180,7 +181,9 @@ def build_run(
     ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
     spikes = SpikeState(cfg.optim, device, mesh.world)
     beside = extras_of_step(cfg, made.buckets, mesh, spikes)
-    extras = Extras([*bounded_rows(cfg, stages, made.buckets, mesh, device), *beside.extras])
+    inside = layer_statistics(cfg, stages, made.buckets, mesh, device)
+    bounded = bounded_rows(cfg, stages, made.buckets, mesh, device)
+    extras = Extras([*inside, *bounded, *beside.extras])  # inside is inmost: it starts over with each forward
 
     return TrainingRun(
         cfg=cfg,
@@ -201,6 +204,7 @@ def build_run(
         spikes=spikes,
         extras=extras,
         noise_scale=beside.noise_scale,
+        inside=inside[0] if inside else None,
         ema=beside.ema,
         recording=make_recording(pipeline, device, made.buckets) if cfg.train.cuda_graphs else None,
     )
@@ -242,6 +246,17 @@ def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: Spike
         ema = WeightEMA(cfg.train.ema, buckets, mesh)
         extras.append(ema)
     return StepExtras(Extras(extras), noise_scale, ema)
+
+
+def layer_statistics(
+    cfg: Config, stages: dict[int, PipelineStage], buckets: list[Bucket], mesh: Mesh, device: torch.device
+) -> "list[LayerStatistics]":
+    """Create the extra of log.inside_every, if it is set."""
+    if cfg.log.inside_every is None:
+        return []
+    from model.inside import LayerStatistics
+
+    return [LayerStatistics(cfg, stages, buckets, mesh, device)]
 
 
 def bounded_rows(

@@ -237,6 +237,7 @@ def run_one_step(session: Session, step: int) -> None:
         seconds=time.perf_counter() - started,
         router_stats=run.routers.stats,
         noise_scale_parts=run.noise_scale.latest if run.noise_scale else None,
+        inside=run.inside.latest if run.inside else None,
         comm=clock.collect(),
     )
     services.guard.count_skipped(skipped)

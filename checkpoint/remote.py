@@ -2,7 +2,7 @@
 
     URL/NAME/checkpoints/step_00001000/     its files; index.sha256 is written last
     URL/NAME/checkpoints/step_00001000.keep the mark of a permanent checkpoint
-    URL/NAME/config.yaml, metrics.jsonl, provenance.jsonl, tokenizer/, patches/
+    URL/NAME/config.yaml, metrics.jsonl, inside.jsonl, provenance.jsonl, tokenizer/, patches/
 
 A folder counts as a checkpoint only with its index.sha256, which durable/mirror.py writes last. Downloads are
 verified by every checksum, as on a disk, before they get a name in the run folder.
@@ -22,7 +22,7 @@ from data.remote import RemoteError, RemoteFolder, in_threads, is_url, open_fold
 CHECKPOINTS = "checkpoints"
 MARKER = "index.sha256"
 KEEP = ".keep"
-RUN_FILES = ("config.yaml", "metrics.jsonl", RECORDS_FILE)
+RUN_FILES = ("config.yaml", "metrics.jsonl", "inside.jsonl", RECORDS_FILE)
 RUN_FOLDERS = ("tokenizer", PATCHES)
 WHOLE_MARKER = re.compile(rb"[0-9a-f]{64}  index\.json\n")  # some stores expose half-written objects
 STEP_FOLDER = re.compile(r"step_(\d{8,})")

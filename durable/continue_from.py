@@ -99,8 +99,9 @@ def repair_from_store(cfg: Config, path: Path, root: Path) -> tuple[bool, str]:
 
 def drop_rows(folder: Path) -> None:
     """Remove the metrics of an earlier run that left no checkpoint in this folder. Raises StorageError."""
-    with store.storage_errors(folder / lines.NAME, 0):
-        lines.truncate_after(folder / lines.NAME, -1)
+    for name in (lines.NAME, lines.INSIDE):
+        with store.storage_errors(folder / name, 0):
+            lines.truncate_after(folder / name, -1)
 
 
 def is_evaluation_missing(

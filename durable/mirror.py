@@ -2,7 +2,7 @@
 
     URL/NAME/checkpoints/step_00001000/     its files; index.sha256 is written last
     URL/NAME/checkpoints/step_00001000.keep the mark of a permanent checkpoint
-    URL/NAME/config.yaml, metrics.jsonl, provenance.jsonl, tokenizer/, patches/
+    URL/NAME/config.yaml, metrics.jsonl, inside.jsonl, provenance.jsonl, tokenizer/, patches/
 
 The run folder is authoritative: a checkpoint is committed there first, by checkpoint/disk/store.py, and rank
 0 then uploads it. Object stores have no rename. So index.sha256, without which a folder does not count as a

@@ -33,7 +33,7 @@ def report_end(step: int, reason: str | None, requeue: bool, report_exit: Report
 
 
 def draw_pictures(run: TrainingRun, log: MetricsLogger) -> None:
-    """Plot the loss and the expert load for the run folder and the sinks."""
+    """Plot the loss, the expert load and the statistics of layers for the run folder and the sinks."""
     folder = log.run_dir
     if log.picture:
         log.picture.stop()
@@ -41,6 +41,10 @@ def draw_pictures(run: TrainingRun, log: MetricsLogger) -> None:
     log.send_picture("loss", loss_png(folder, size))
     if log.experts:
         log.send_picture("experts", log.experts.draw(run.cfg.log.name or folder.name))
+    if log.inside:
+        from runtime.inside import inside_png
+
+        log.send_picture("inside", inside_png(folder, run.cfg.log.name or folder.name))
 
 
 def close_run(

@@ -1,4 +1,4 @@
-"""Write, truncate and read metrics.jsonl.
+"""Write, truncate and read metrics.jsonl, and write the lines of inside.jsonl by the same rules.
 
 Guarantees: each step appears once, even if an earlier run was killed; floats round-trip bit for bit; every
 line is valid JSON (non-finite values are null, and the line says nonfinite). On a full disk records are
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "metrics.jsonl"
+INSIDE = "inside.jsonl"  # statistics of layers (inside.py)
 LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; any other line is torn or foreign
 SKIPPED = b'"skipped": 1'  # marks lines of skipped steps
 NO_TARGETS = b'"targets": 0,'  # marks lines of steps without targets that count
@@ -23,13 +24,13 @@ Rows = list[dict[str, Any]]
 
 
 class MetricsFile:
-    """The metrics.jsonl of one run, open for appending.
+    """The metrics.jsonl of one run, or another file of lines that begin with a step, open for appending.
 
     start_step: the step that the run resumes from. Raises OSError if later lines cannot be removed.
     """
 
-    def __init__(self, run_dir: Path, start_step: int) -> None:
-        self.path = Path(run_dir) / NAME
+    def __init__(self, run_dir: Path, start_step: int, name: str = NAME) -> None:
+        self.path = Path(run_dir) / name
         self.fd: int | None = None
         self.dropped = 0  # records
         self.trouble: str | None = None

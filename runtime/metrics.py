@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,6 +56,9 @@ from runtime.sinks import Sink
 from runtime.summary import SUMMARY_FILE, best_validation
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
+
+if TYPE_CHECKING:  # imported only under log.inside_every
+    from runtime.inside import InsideLog
 
 DeviceEvent = torch.cuda.Event | torch.mps.Event
 
@@ -126,6 +129,7 @@ class PendingStep:
     start: DeviceEvent | None  # None on a CPU
     end: DeviceEvent | None
     router_stats: Tensor | None  # [mixture layers, experts + 4], see runtime/experts.py
+    inside: Tensor | None  # statistics of layers (model/inside.py)
     comm: clock.StepTimes | None
 
     def step_ms(self) -> float:
@@ -207,6 +211,12 @@ class MetricsLogger:
             if self.experts.trouble:
                 self.console.write(f"warning: {self.experts.trouble}")
 
+        self.inside: "InsideLog | None" = None
+        if is_writer and cfg.log.inside_every is not None:
+            from runtime.inside import InsideLog
+
+            self.inside = InsideLog(self.run_dir, cfg.model, self.start_step)
+
         kept_rows: list[dict[str, Any]] = []
         if is_writer and cfg.log.noise_scale:
             kept_rows, _ = read_metrics(self.run_dir, ALL_STEPS)
@@ -236,6 +246,7 @@ class MetricsLogger:
         data_seconds: float,
         router_stats: Tensor | None = None,
         noise_scale_parts: Tensor | None = None,
+        inside: Tensor | None = None,
         comm: clock.StepTimes | None = None,
     ) -> list[int]:
         """Record one step without waiting for the device.
@@ -248,6 +259,7 @@ class MetricsLogger:
         seconds: time of the whole step on the host. data_seconds: the part of it spent waiting for data.
         router_stats: RouterStates.stats (model/router_states.py), not copied.
         noise_scale_parts: [2], the two parts of the noise scale (optim/noise.py).
+        inside: statistics of layers (model/inside.py), not copied.
         comm: times of this rank's collectives (parallel/wire/clock.py), read together with the scalars.
         """
         parts = [loss, grad_norm, is_good, num_targets]
@@ -267,6 +279,7 @@ class MetricsLogger:
             start=self.last_event,
             end=end,
             router_stats=router_stats,
+            inside=inside,
             comm=comm,
         ))
         self.last_event = end
@@ -320,6 +333,8 @@ class MetricsLogger:
         self.unreturned = []
         if self.file:
             self.file.rewind(step)
+        if self.inside:
+            self.inside.file.rewind(step)
         for sink in self.sinks:
             sink.rewind(step)
         if self.experts:
@@ -362,10 +377,13 @@ class MetricsLogger:
         scalars: list[float] = torch.cat([pending.scalars for pending in self.pending]).tolist()
         memory_gib = self.peak_memory_gib()
         rows: list[dict[str, Any]] = []
+        inside: dict[int, dict[str, float]] = {}
         for pending in self.pending:
             count = len(pending.scalars)
             rows.append(self.make_row(pending, scalars[:count], memory_gib))
             scalars = scalars[count:]
+            if self.inside and pending.inside is not None:
+                inside[pending.step] = self.inside.add(pending.step, pending.inside.tolist())
         self.pending = []
 
         for row in rows:
@@ -375,7 +393,7 @@ class MetricsLogger:
             self.recent_ms.append(row["step_ms"])
             self.seconds_in_steps += row["step_ms"] / 1000
             values = {f"train/{name}": value for name, value in flatten_row(row).items()}
-            self.put(row["step"], values)
+            self.put(row["step"], values | inside.get(row["step"], {}))
             self.last_step = row["step"]
         self.rows_since_shown += rows
         self.write(rows)
@@ -457,7 +475,8 @@ class MetricsLogger:
         if not self.file:
             return
         self.file.add(rows)
-        for warning in (self.file.warning(), *(sink.warning() for sink in self.sinks)):
+        files = [self.file, self.inside.file] if self.inside else [self.file]
+        for warning in (*(file.warning() for file in files), *(sink.warning() for sink in self.sinks)):
             if warning:
                 self.log_line(f"warning: {warning}")
 
@@ -641,8 +660,9 @@ class MetricsLogger:
 
     def reopen(self) -> None:
         """Start a new metrics.jsonl after the file was removed."""
-        if self.file:
-            self.file.close()
+        for file in (self.file, self.inside and self.inside.file):
+            if file:
+                file.close()
 
     def log_line(self, text: str) -> None:
         """Print a line. The time up to now is not counted in any step."""

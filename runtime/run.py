@@ -16,6 +16,7 @@ from parallel.sharding.bucket import Bucket
 from runtime.sharded_model import ShardedModel
 
 if TYPE_CHECKING:  # optional features, imported only if the config enables them
+    from model.inside import LayerStatistics
     from optim.ema import WeightEMA
     from optim.noise import GradientNoiseScale
     from parallel.pipeline.graphs import RecordedPipeline
@@ -40,6 +41,7 @@ class TrainingRun(ShardedModel):
     spikes: SpikeState  # spike detection (optim.spike_sigma) and the data steps to skip
     extras: Extras  # hooks of optional features
     noise_scale: "GradientNoiseScale | None" = None  # also in extras; read by the log (log.noise_scale)
+    inside: "LayerStatistics | None" = None  # also in extras; read by the log (log.inside_every)
     ema: "WeightEMA | None" = None  # also in extras; read by checkpoints and evaluation (train.ema)
     recording: "RecordedPipeline | None" = None  # replaces the pipeline under train.cuda_graphs
     provenance: Tree = field(default_factory=dict)  # code, packages, weights and data, for checkpoints

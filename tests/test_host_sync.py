@@ -103,6 +103,7 @@ LAYOUTS = [
     "--parallel.zero 2 --optim.name muon", "--parallel.zero 3 --parallel.recompute full",
     "--parallel.zero 1 --parallel.dp_rep 2", "--parallel.compress int8", "--parallel.compress powersgd",
     "--parallel.reduce ring", "--model.tied true --parallel.pp 2",
+    "--log.inside_every 1 --parallel.cp 2 --parallel.zero 3", "--log.inside_every 1 --parallel.tp 2",
 ]
 
 
@@ -158,6 +159,7 @@ CASES = [
     "--parallel.zero 3",
     "--optim.clip none",
     "--log.noise_scale true --model.mup.base 16",
+    "--log.inside_every 1 --data.doc_mask true --parallel.recompute full",
 ]
 
 
@@ -188,6 +190,7 @@ MIXTURE = (*EXPERTS, "--train.dtype", "bf16")
     "--parallel.recompute full",
     "--model.mlp.capacity.factor 1.0 --model.mlp.capacity.pad true",
     "--model.mlp.bias true --model.mlp.router.logit_bias true",
+    "--log.inside_every 1 --model.mlp.shared.experts 1",
     "--model.mlp.bias true --model.mlp.router.weighs input --model.mlp.capacity.factor 1.0 "
     "--model.mlp.capacity.pad true",
 ])

@@ -446,6 +446,7 @@ def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"parallel.offload={parallel.offload}, whose copies involve the host": parallel.offload != "none",
         f"parallel.zero={parallel.zero}, which allocates and frees buffers in a step": parallel.zero > 1,
         "log.noise_scale, which reads gradients between two microbatches": cfg.log.noise_scale,
+        "log.inside_every, which looks into the forward of some steps": cfg.log.inside_every is not None,
     }
     for obstacle, is_present in obstacles.items():
         yield Rule(

@@ -70,7 +70,7 @@ SWITCHES = {  # the first value of each is the default
     "scores": (None, "tasks"),
     "saves": (None, "kept", "mirror"),
     "start": (None, "init", "resumed", "branch"),
-    "guard": (None, "reruns", "spikes", "noise"),
+    "guard": (None, "reruns", "spikes", "noise", "inside"),
     "phases": (None, "phases"),
 }
 BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "phases")
@@ -166,6 +166,7 @@ BUNDLES: dict[str, Values] = {
         "optim.spike_rewinds": 1,
     },
     "noise": {"log.noise_scale": True},
+    "inside": {"log.inside_every": 1},
 }
 PHASES = ("train.phases",)  # the value of "phases", built for each cell
 

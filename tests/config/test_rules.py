@@ -164,6 +164,7 @@ CASES = [
     (having(train__cuda_graphs=True), 2, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__pp=2), 2, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, log__noise_scale=True), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, log__inside_every=10), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, train__device="cpu"), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__offload="activations"), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__zero=3), 1, "train.cuda_graphs", False),

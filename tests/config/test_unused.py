@@ -81,7 +81,7 @@ READ = {
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",
-    "log": "dir name every wandb tensorboard",
+    "log": "dir name every inside_every wandb tensorboard",
     "profile": "steps",
 }
 # of the keys that config/reading/rules.py or build.py refuses where they do nothing, for any world size and

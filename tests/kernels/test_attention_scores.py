@@ -14,6 +14,7 @@ from kernels import partial_attention as parts
 from kernels.attention import BLOCK, attention
 from kernels.attention_mask import make_attention_mask
 from kernels.attention_scores import ScoreForm
+from kernels.largest_score import largest_score
 from kernels.partial_attention import attention_part, merge_partial, partial_backward
 
 CPU = torch.device("cpu")
@@ -228,3 +229,22 @@ def test_what_triton_runs_where_no_library_has_it(small_blocks, capfd):
         out = attention(q, k, v, mask, **form)
         assert torch.equal(out, attention(q, k, v, mask, "triton", **form))
         assert f"no installed library takes {what} in this call" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
+@pytest.mark.parametrize("form", ["scale", "soft cap"])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_largest_score_is_that_of_all_scores(monkeypatch, name, form, chunk):
+    """What is behind the mask is larger, and counts for nothing."""
+    monkeypatch.setattr("kernels.largest_score.CHUNK_SCORES", chunk)
+    (q, k, _, _), _, mask = draw(name)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)).detach()
+    scores = scores * FORMS[form].get("scale", 6**-0.5)
+    if form == "soft cap":
+        scores = 1.5 * torch.tanh(scores / 1.5)
+    visible = mask.dense_mask.expand_as(scores)
+    found = largest_score(q, k, mask, ScoreForm(**FORMS[form]))
+    assert float(found) == pytest.approx(float(scores[visible].max()), rel=1e-12)
+    assert float(found) < float(scores.max()) or name == "cache"
+    q.data[1, 3, 2, 0] = math.nan
+    assert math.isnan(largest_score(q, k, mask, ScoreForm(**FORMS[form])))

@@ -289,8 +289,21 @@ class TrialObserver:
                     self.names.add(what)
                 else:
                     self.compare_metric(what, value, LAST + 1)
+        self.compare_inside()
         for step in (SAVED, LAST):
             self.compare_checkpoint(self.folder / "checkpoints" / f"step_{step:08d}", step)
+
+    def compare_inside(self) -> None:
+        """Compare inside.jsonl, if there is one (log.inside_every)."""
+        file = self.folder / "inside.jsonl"
+        if not file.exists():
+            return
+        for row in map(json.loads, file.read_text().splitlines()):
+            for key, value in row.items():
+                layers = value if isinstance(value, list) else [value]
+                for layer, number in enumerate(layers):
+                    what = f"{key} of layer {layer} of step {row['step']} in inside.jsonl"
+                    self.compare_metric(what, number, LAST + 1)
 
     def compare_metric(self, what: str, value: float | list[float] | None, step: float) -> None:
         """Compare a number, a list of numbers, or null."""
