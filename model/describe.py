@@ -4,6 +4,7 @@ The real modules are built on a mesh of made-up groups: a parameter has no stora
 it. Blocks of the same kind (block_kind) are built once. The description holds for any rank of a
 stage: ranks differ in which rows they hold, not in how many.
 """
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from model.block import TransformerBlock
 from model.sharding import mesh_degrees, set_rates
 from model.shared_keys import key_sources
 from model.transformer import PipelineStage
-from parallel.sharding.spec import ShardedParameter, sharded_parameters
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, sharded_parameters
 from parallel.topology.dims import ParallelDims, min_world_size
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Activity
@@ -158,3 +159,16 @@ def describe_model(model: ModelConfig) -> StageDescription:
     padding does not count."""
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
     return describe_stage(Config(model=counted), 0, model.layers)
+
+
+def all_parameters(model: ModelConfig) -> Iterator[tuple[ParameterSpec, list[str]]]:
+    """Yield each parameter of the full model on one rank, with the names of all tensors that it stores. Specs
+    of blocks of the same kind are those of the first."""
+    for number, part in enumerate(describe_model(model).parts):
+        params = part.params if part.shared_table is None else (*part.params, part.shared_table)
+        for param in params:
+            keys = [box.key for box in param.spec.boxes]
+            if isinstance(part.layer, int):
+                layer = f"layers.{number - 1}."
+                keys = [layer + key.removeprefix(f"layers.{part.layer}.") for key in keys]
+            yield param.spec, keys

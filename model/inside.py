@@ -46,7 +46,7 @@ from kernels.router import RouterSums
 from model.attention import AttentionCore
 from model.block import MIXERS, MLPS, TransformerBlock
 from model.context import ForwardContext
-from model.describe import describe_model
+from model.describe import all_parameters
 from model.mlp import MLP
 from model.moe import Experts
 from model.norm import add_residual
@@ -106,14 +106,8 @@ def place_of(key: str, spec: ParameterSpec) -> Place:
 def parameter_places(model: ModelConfig) -> tuple[Place, ...]:
     """Return the places of all parameters of the model by layer; those outside of the layers are last."""
     places: dict[Place, None] = {}
-    for number, part in enumerate(describe_model(model).parts):
-        params = part.params if part.shared_table is None else (*part.params, part.shared_table)
-        for param in params:
-            for box in param.spec.boxes:
-                place = place_of(box.key, param.spec)
-                if isinstance(part.layer, int):  # described once for all blocks that are alike
-                    place = place._replace(layer=number - 1)
-                places[place] = None
+    for spec, keys in all_parameters(model):
+        places |= dict.fromkeys(place_of(key, spec) for key in keys)
     last = model.layers + modules_ahead(model)
     return tuple(sorted(places, key=lambda place: last if place.layer is None else place.layer))
 

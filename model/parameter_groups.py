@@ -5,8 +5,8 @@ from config import Config
 from config.parameter_groups import ParameterGroup, find_group, parse_groups
 from config.rule import Rule
 from config.strict import ConfigError
-from model.describe import describe_model
-from parallel.sharding.spec import ROLES, ParameterSpec
+from model.describe import all_parameters
+from parallel.sharding.spec import ROLES
 
 
 def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -22,7 +22,7 @@ def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
     decays = dict.fromkeys(groups, False)  # {group that has a parameter: whether any of them decays}
     found: set[ParameterGroup] = set()
-    for spec, keys in whole_model(cfg):
+    for spec, keys in all_parameters(cfg.model):
         of_keys = [find_group(groups, spec.role, key) for key in keys]
         apart = next((place for place, group in enumerate(of_keys) if group != of_keys[0]), None)
         if apart is not None:
@@ -42,15 +42,3 @@ def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
             group.weight_decay is None or decays[group],
             f"optim.groups: {group.names}: weight_decay {group.weight_decay}, and none of these parameters "
             "decays (norms and biases have no weight decay); leave it out")
-
-
-def whole_model(cfg: Config) -> Iterator[tuple[ParameterSpec, list[str]]]:
-    """Yield each parameter of the model in one process, with the names of all that it stores."""
-    for number, part in enumerate(describe_model(cfg.model).parts):
-        table = [] if part.shared_table is None else [part.shared_table]
-        for param in (*part.params, *table):
-            keys = [box.key for box in param.spec.boxes]
-            if isinstance(part.layer, int):  # the description of the first block of its kind
-                layer = f"layers.{number - 1}."
-                keys = [layer + key.removeprefix(f"layers.{part.layer}.") for key in keys]
-            yield param.spec, keys

@@ -6,7 +6,7 @@ from config import ConfigError
 from config.reading import resolve
 from config.reading.schedules import plan_pipeline
 from config.tree import with_values
-from model.parameter_groups import whole_model
+from model.describe import all_parameters
 from model.transformer import PipelineStage
 from parallel.sharding.spec import sharded_parameters
 from parallel.topology.mesh import Mesh
@@ -41,4 +41,4 @@ def test_the_names_that_are_checked_are_those_of_the_model(recipe):
     cfg = with_values(resolve(recipe, None, []), {"model.vocab": 500})
     stage = PipelineStage(cfg, Mesh.single(), 0, cfg.model.layers)
     built = {(p.spec.role, box.key) for p in sharded_parameters(stage) for box in p.spec.boxes}
-    assert {(spec.role, key) for spec, keys in whole_model(cfg) for key in keys} == built
+    assert {(spec.role, key) for spec, keys in all_parameters(cfg.model) for key in keys} == built
