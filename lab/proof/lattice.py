@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import OPTIMIZERS, Config, ConfigError, MupConfig
+from config import OPTIMIZERS, Config, ConfigError, MupConfig, layer_models
 from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
@@ -27,6 +27,8 @@ from config.reading.schedules import plan_pipeline
 from config.reading.tiny import NUM_STEPS
 from config.tree import has_path, with_values
 from config.values import Values, combinations
+from model.delta import DeltaConfig
+from model.mamba import MambaConfig
 from model.router import CapacityConfig, has_experts, mixture
 from parallel.pipeline.schedule import SCHEDULES
 
@@ -427,6 +429,12 @@ def check_provable(cfg: Config) -> None:
         raise ConfigError(
             f"optim.name: {optimizer} takes the sign of a gradient, and where that is zero PowerSGD's "
             "factors leave their rounding errors"
+        )
+    mixers = {type(each.mixer) for each in layer_models(model).values()}
+    if cfg.data.doc_mask and mixers & {MambaConfig, DeltaConfig}:
+        raise ConfigError(
+            f"optim.name: {optimizer} takes the sign of a gradient, and with data.doc_mask the sums of decays "
+            "of such a mixer leave rounding errors where a document without targets has none"
         )
     if getattr(model.mixer, "bias", None) and model.mixer.rope is None:
         raise ConfigError(
