@@ -461,7 +461,7 @@ def costs(step: step_model.RecordedStep) -> list[tuple]:
     return [(work.launch.kernel, work.part, work.rate, work.nbytes, work.flops) for work in step.works]
 
 
-@pytest.mark.slow(core=["h100"])
+@pytest.mark.slow(core=["h100-2.8"])
 @pytest.mark.parametrize("gpu, terabytes", [("h100", 2.8), ("h200", 3.65), ("b200", 6.2)])
 def test_the_command_moves_bytes_at_the_rate_of_the_gpu(gpu, terabytes, capsys):
     assert step_model.main(["8b", "--json", "--gpu", gpu]) == 0
