@@ -5,8 +5,9 @@
 Checks the lists of ops that the pipeline would run (complete, in order, no deadlock, every transfer meets its
 peer), simulates them, prints the timeline, the bubble and each rank's activation peak, and draws a picture.
 --list shows every schedule. --lanes --hop 0.1 shows how much longer the step of each is where the transfers
-of a direction run in order, as NCCL's do, than where they wait for nothing but their data. --run NAME runs a
-step of a small recipe on real ranks of this machine and compares it with a simulation from the measured times.
+of a direction run in order, as NCCL's do, than where they wait for nothing but their data. --run NAME runs
+a step of a small recipe on real ranks of this machine and compares it with a simulation from the measured
+times.
 """
 import argparse
 import json
