@@ -109,9 +109,9 @@ def seen_inside(model, tokens: Tensor, targets: Tensor) -> dict[str, list[float 
     for i, layer in enumerate(layers):
         x, chosen = inputs[i].reshape(-1, 32), routed[i].reshape(-1, routed[i].shape[-1])
         mean = (x @ layer.mlp.gate.weight.T).softmax(-1).mean(0)
-        seen["router_entropy"].append(float(-(mean * mean.log()).sum()))
+        seen["router_entropy"].append(float(-(mean * mean.log()).sum().detach()))
         counts = torch.bincount(chosen.flatten(), minlength=len(mean))
-        seen["expert_share"].append(float(counts.max() / counts.sum()))
+        seen["expert_share"].append(int(counts.max()) / int(counts.sum()))
         dead = []
         for e, gate_up in enumerate(layer.mlp.experts.gate_up_proj):
             gate = (x[(chosen == e).any(1)] @ gate_up.T).chunk(2, -1)[0]
