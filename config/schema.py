@@ -404,8 +404,8 @@ class LogConfig:
     #   find a slow rank or link (docs/training.md); none: they are not compared
     noise_scale: bool = False  # measure the gradient noise scale (arXiv 1812.06162); reads the gradients of
     #   matrices two more times in each step
-    inside_every: Count | None = None  # in every such step, record each layer's norms of gradients, weights and
-    #   updates, activations, routers and largest attention logit (docs/training.md); none: in no step
+    inside_every: Count | None = None  # in every such step, record of each layer norms of gradients, weights
+    #   and updates, activations, router and largest attention logit (docs/training.md); none: in no step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     tensorboard: bool = False  # write TensorBoard's event files into the run folder
     project: str = "bevatron"  # W&B project

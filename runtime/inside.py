@@ -122,7 +122,8 @@ def inside_png(run_dir: Path, title: str = "") -> Path | None:
         return None
     lines = -(-len(maps) // 2)
     figure = new_figure(2 * PANEL_WIDTH, lines * PANEL_HEIGHT + 0.4)
-    figure.suptitle(plain_text("inside the layers" + (f" · {title}" if title else "")), x=0.01, ha="left", color=INK)
+    heading = "inside the layers" + (f" · {title}" if title else "")
+    figure.suptitle(plain_text(heading), x=0.01, ha="left", color=INK)
     grid = figure.subplots(lines, 2, squeeze=False).flatten()
     steps = np.array([row["step"] for row in rows])
     for axes, (name, (labels, values)) in zip(grid, maps.items()):

@@ -235,7 +235,7 @@ def test_what_triton_runs_where_no_library_has_it(small_blocks, capfd):
 @pytest.mark.parametrize("form", ["scale", "soft cap"])
 @pytest.mark.parametrize("name", MASKS)
 def test_the_largest_score_is_that_of_all_scores(monkeypatch, name, form, chunk):
-    """What is behind the mask is larger, and counts for nothing."""
+    """Of those that the mask shows, in chunks of one query, of some and of all."""
     monkeypatch.setattr("kernels.largest_score.CHUNK_SCORES", chunk)
     (q, k, _, _), _, mask = draw(name)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)).detach()
@@ -245,6 +245,5 @@ def test_the_largest_score_is_that_of_all_scores(monkeypatch, name, form, chunk)
     visible = mask.dense_mask.expand_as(scores)
     found = largest_score(q, k, mask, ScoreForm(**FORMS[form]))
     assert float(found) == pytest.approx(float(scores[visible].max()), rel=1e-12)
-    assert float(found) < float(scores.max()) or name == "cache"
     q.data[1, 3, 2, 0] = math.nan
     assert math.isnan(largest_score(q, k, mask, ScoreForm(**FORMS[form])))

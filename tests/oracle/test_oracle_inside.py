@@ -22,7 +22,7 @@ RECIPE = theirs.Recipe(steps=20, seq=5, micro=1, batch=1, warmup=1, clip=0.05, d
 MISTRAL = families.DENSE[4]
 MIXTRAL = replace(
     families.MIXTURES[0],
-    args=f"mixtral-tiny {families.GROUPED} --model.mlp.experts 6 --model.mlp.width 48",
+    args=f"mixtral-tiny {families.GROUPED} --model.mlp.experts 6 --model.mlp.router.aux none",
 )
 CASES = {
     "llama3": families.DENSE[2],
@@ -70,9 +70,10 @@ def seen_inside(model, tokens: Tensor, targets: Tensor) -> dict[str, list[float 
             keep(i, layer.mlp.gate_proj, gates)
     routed, inputs = {}, {}
     for i, router in enumerate(theirs.routers_of(model)):
-        hooks.append(router.register_forward_hook(
-            lambda m, args, out, i=i: (routed.update({i: out[2]}), inputs.update({i: args[0]}))
-        ))
+        def route(_, args, output, i=i):
+            inputs[i], routed[i] = args[0], output[2]
+
+        hooks.append(router.register_forward_hook(route))
 
     with theirs.wide():
         out = model(input_ids=tokens, output_hidden_states=True)
@@ -108,9 +109,9 @@ def seen_inside(model, tokens: Tensor, targets: Tensor) -> dict[str, list[float 
     for i, layer in enumerate(layers):
         x, chosen = inputs[i].reshape(-1, 32), routed[i].reshape(-1, routed[i].shape[-1])
         mean = (x @ layer.mlp.gate.weight.T).softmax(-1).mean(0)
-        seen["router_entropy"].append(float(-(mean * mean.log()).sum()))
+        seen["router_entropy"].append(float(-(mean * mean.log()).sum().detach()))
         counts = torch.bincount(chosen.flatten(), minlength=len(mean))
-        seen["expert_share"].append(float(counts.max() / counts.sum()))
+        seen["expert_share"].append(int(counts.max()) / int(counts.sum()))
         dead = []
         for e, gate_up in enumerate(layer.mlp.experts.gate_up_proj):
             gate = (x[(chosen == e).any(1)] @ gate_up.T).chunk(2, -1)[0]
