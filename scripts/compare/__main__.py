@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         replace_file(args.csv, group_csv(study_seeds(runs)).encode())
     while args.out is not None:
         write(runs, args.out, args.watch)
-        if args.watch is None or all(run.finished is not None for run in runs):
+        have_begun = all(folder.exists() for folder in folders.values())  # those of a grid follow each other
+        if args.watch is None or have_begun and all(run.finished is not None for run in runs):
             break
         time.sleep(args.watch)
         runs, _ = readable(folders)
@@ -107,6 +108,9 @@ def readable(folders: dict[str, Path]) -> tuple[list[Run], list[str]]:
     results: list[Run] = []
     refusals: list[str] = []
     for name, folder in folders.items():
+        if not folder.exists():
+            refusals.append(f"{folder}: has not begun")
+            continue
         try:
             results.append(dataclasses.replace(read_run(folder), name=name))
         except UNREADABLE as error:
