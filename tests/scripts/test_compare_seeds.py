@@ -141,8 +141,9 @@ def test_runs_that_train_still_are_compared_where_all_have_been(tmp_path):
 
 
 BROKEN = {
-    "config.yaml": "model: [", "metrics.jsonl": '{"step": 1, "loss": "high", "tokens": []}\n',
-    "summary.json": '{"tokens": 300, "step": 3}', "provenance.jsonl": "{}\n",
+    "config.yaml": "model: [",
+    "metrics.jsonl": '{"step": 1, "loss": "high", "tokens": []}\n',
+    "summary.json": '{"tokens": 300, "step": 3}',
 }
 
 

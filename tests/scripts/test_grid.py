@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 import run_folder
-from ranks import SIZES, corpus
+from ranks import MODEL, corpus
 
 from config.reading import dump, resolve
 from runtime.failure import fail_cleanly
@@ -25,7 +25,7 @@ def home(tmp_path_factory):
 
 def words(home, name, *more):
     place = ["--data.path", str(home / "text"), "--log.dir", str(home), "--log.name", name]
-    return ["llama3-tiny", *SIZES, *place, "--train.steps", str(STEPS), *more]
+    return ["llama3-tiny", *MODEL, "--model.vocab", "257", *place, "--train.steps", str(STEPS), *more]
 
 
 def run(capsys, *argv):
@@ -88,11 +88,12 @@ def test_another_grid_under_its_name_is_refused(home, trained, capsys):
 
 @pytest.mark.parametrize("argv, message", [
     (["--over", "parallel.tp", "1", "3"], "parallel.tp=3: parallel.tp*pp*cp*dp_rep = 3*1*1*1 = 3 does not"),
-    (["--over", "optim.lr", "1e-3", "-1"], "optim.lr=-1: optim.lr: "),
+    (["--over", "optim.lr", "1e-3", "-1"], "optim.lr=-1.0: optim.lr: -1.0 must be above 0"),
     (["--over", "optim.lr", "1e-3", "0.001"], "--over: two runs would be named optim.lr=0.001"),
     (["--over", "train.sede", "1"], "train.sede=1: train.sede: no such key; did you mean train.seed?"),
     (["--over", "data.path", "{home}/none"], "data.path={home}_none: data.path: "),
-    (["--over", "optim.beta2", "0.9", "--optim.name", "sgd"], "optim.beta2=0.9: optim.beta2: "),
+    (["--over", "optim.momentum", "0.9"], "optim.momentum=0.9: optim.momentum: 0.9 does nothing: it belongs"),
+    (["--over", "parallel.vpp", "2"], "parallel.vpp=2: parallel.schedule: 1f1b has 1 chunk a rank, not 2"),
     (["--over", "train.seed", "1", "--train.seed", "2"], "train.seed: given twice"),
     (["--over", "train.seed", "1", "--over", "train.seed", "2"], "train.seed: given twice"),
     (["--over", "train.seed"], "--over: train.seed has no values"),
