@@ -90,13 +90,14 @@ def named_folders(paths: list[Path]) -> dict[str, Path]:
         if path in grids:
             prefix = f"{path.name}/" if len(grids) > 1 else ""
             pairs += [(prefix + folder.name, folder) for folder in grid_runs(path)]
-        elif not path.exists():
-            raise ConfigError(f"{path}: no run that can be read; there is no such folder")
         else:
             pairs.append((path.name, path))
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise ConfigError(f"two runs are named {max(names, key=names.count)}; rename a folder")
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path}: no run that can be read; there is no such folder")
     return dict(pairs)
 
 

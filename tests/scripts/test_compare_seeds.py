@@ -107,8 +107,8 @@ def test_what_the_command_shows(tmp_path, capsys, monkeypatch):
 
 
 def test_a_single_seed_each_shows_no_means(tmp_path, capsys):
-    folders = [str(folder) for folder in make_grid(tmp_path, {1e-3: {1: 1.0}, 2e-3: {1: 1.0}})]
-    assert command.main(folders) == 0
+    folders = make_grid(tmp_path, {1e-3: {1: 1.0}, 2e-3: {1: 1.0}})
+    assert command.main([str(folder) for folder in folders]) == 0
     assert "Student" not in capsys.readouterr().out
     assert "Means over seeds" not in page(read_all(folders))
 
