@@ -15,6 +15,7 @@ COMMANDS = {  # the module to run, and its help text
     "plan": ("scripts.plan", "the fastest layouts on a cluster"),
     "verify": ("scripts.verify", "prove that every layout trains like one process"),
     "schedule": ("scripts.schedule", "check, simulate and draw a pipeline schedule"),
+    "grid": ("scripts.grid", "runs at every combination of some keys' values"),
     "compare": ("scripts.compare", "runs side by side"),
     "scaling": ("scripts.scaling", "ladders of models and the laws of their losses"),
 }

@@ -83,7 +83,7 @@ def array_text(
         "#",
         f"# Each task is a job of {SCRIPT}, which says what it does. A run takes {ranks} of the cores of a",
         "# node. A line that begins with ##SBATCH counts once it has one # less.",
-        f"#SBATCH --job-name={name}",
+        f"#SBATCH --job-name={shlex.quote(name)}",
         f"#SBATCH --array=0-{len(runs) - 1}",
         "#SBATCH --nodes=1",
         *([f"#SBATCH --gpus-per-node={ranks}"] if has_gpus else []),

@@ -36,6 +36,7 @@ import scripts.compare.__main__
 import scripts.convert
 import scripts.evaluate
 import scripts.generate
+import scripts.grid
 import scripts.launch
 import scripts.plan
 import scripts.prepare_data
@@ -47,6 +48,7 @@ from config import ConfigError
 from config.provenance import checkout_files
 from config.reading import resolve, sections, split_argv, unused
 from config.reading.earlier import NEW_NAMES
+from config.reading.grid import grid_cells, parse_grid
 from config.reading.kinds import every_path
 from config.reading.schedules import plan_pipeline
 from lab.proof.verify.overrides import check_free, read_overrides, split_overrides
@@ -304,6 +306,7 @@ PARSERS = {
     "average": scripts.average.arguments, "bench": lab.benchmarks.command.make_parser,
     "compare": scripts.compare.__main__.arguments, "convert": scripts.convert.arguments,
     "evaluate": scripts.evaluate.arguments, "generate": scripts.generate.arguments,
+    "grid": scripts.grid.arguments,
     "launch": scripts.launch.arguments,
     "mutate": lab.proof.mutate.command.make_parser, "plan": scripts.plan.arguments,
     "prepare_data": scripts.prepare_data.arguments, "reproduce": scripts.reproduce.arguments,
@@ -453,6 +456,10 @@ def parse_script(module: str, words: list[str]) -> None:
     if module == "scripts.plan" and options.name:
         resolve(options.name, None, rest)
         return
+    if module == "scripts.grid":
+        for cell in grid_cells(parse_grid(options.over, rest), resolve):
+            scripts.grid.check_cell(cell, options.nproc)
+        return
     if module == "scripts.scaling" and "recipe" in options:
         resolve(options.recipe, None, rest)
         return
@@ -497,6 +504,8 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "--tasks": "needs the package lm-eval",
     "scripts.reproduce": "makes a git worktree of the checkout; tests/test_reproduce.py does, of a copy",
     "runs/tuned runs/soup": "needs longer runs; tests/scripts/test_average.py averages",
+    "python -m scripts.grid": "trains several runs; tests/scripts/test_grid.py trains a grid",
+    "runs/rates": "needs that grid",
     "python train.py --help": "prints all keys; the narrower forms are run",
 }
 TRAIN = {

@@ -16,6 +16,7 @@ from waiting import wait_until
 from config.reading import resolve, split_argv
 from config.reading.schedules import plan_pipeline
 from plan.batch_file import batch_text, node_shape, write_batch_file
+from scripts import grid
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
@@ -24,6 +25,7 @@ SRUN = """#!/bin/bash
 options=()
 while [[ $1 = -* ]]; do options+=("$1"); shift; done
 echo "srun ${options[*]}" >> "$CALLS"
+[ -z "${SRUN_CPUS_PER_TASK:-}" ] || echo "cores ${SRUN_CPUS_PER_TASK}" >> "$CALLS"
 SLURM_NODEID=1 exec "$@"
 """
 SCONTROL = """#!/bin/bash
@@ -254,6 +256,34 @@ def test_a_sweep_takes_the_line_of_its_task(tmp_path):
     for task in ("2", "3"):  # a line without a name, and none
         rc, calls, out = submit(tmp_path, SLURM_ARRAY_TASK_ID=task, **sweep)
         assert rc == 2 and not calls and f"line {task} of " in out and "has no --log.name" in out
+
+
+def test_a_task_of_a_grid_is_the_job_of_its_run(tmp_path):
+    """scripts.grid --sbatch: an array with a task for each run, which has cores for all of its ranks."""
+    file = tmp_path / "grid.sbatch"
+    argv = ["llama3-tiny", "--log.dir", str(tmp_path), "--over", "train.seed", "1", "2", "3"]
+    argv += ["--parallel.tp", "2", "--nproc", "2"]
+    assert grid.main([*argv, "--log.name", "g", "--sbatch", str(file)]) == 0
+    lines = set(file.read_text().splitlines())
+    assert {"#SBATCH --array=0-2", "#SBATCH --cpus-per-task=2", "#SBATCH --gpus-per-node=2"} <= lines
+    assert {"#SBATCH --nodes=1", "#SBATCH --requeue", "#SBATCH --signal=B:USR1@300"} <= lines
+    assert "#SBATCH --exclusive" not in lines
+    assert len(json.loads((tmp_path / "g" / "grid.json").read_text())["cells"]) == 3
+
+    cpu = tmp_path / "cpu.sbatch"
+    assert grid.main([*argv, "--log.name", "c", "--sbatch", str(cpu), "--train.device", "cpu"]) == 0
+    assert "--gpus-per-node" not in cpu.read_text() and "#SBATCH --cpus-per-task=2" in cpu.read_text()
+
+    # its two ranks, though the node shows eight GPUs
+    more = {"SLURM_CPUS_PER_TASK": "2", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "8"}
+    more |= {"script": file, "args": ()}
+    ends = {"code": "75", "step": "00000005", "wait": "1", "usr1": True}
+    rc, calls, out = submit(tmp_path, SLURM_ARRAY_TASK_ID="1", **ends, **more)
+    assert rc == 0 and "scontrol requeue 40123" in calls and "STOP says requeue" in calls, out
+    assert "cores 2\n" in calls and "launch -m scripts.launch --nproc 2 --nnodes 1 " in calls
+    assert "-- llama3-tiny " in calls and "--train.seed 2 " in calls and "--log.name train.seed=2\n" in calls
+    rc, calls, out = submit(tmp_path, SLURM_ARRAY_TASK_ID="3", **more)
+    assert rc == 2 and not calls and "error: task 3: no such run" in out
 
 
 def test_an_interactive_start_ends_as_the_ranks_do(tmp_path):

@@ -44,6 +44,7 @@ PRELOADED = (
     "scripts.convert",
     "scripts.evaluate",
     "scripts.generate",
+    "scripts.grid",
     "scripts.launch",
     "scripts.plan",
     "scripts.prepare_data",

@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         replace_file(args.csv, group_csv(study_seeds(runs)).encode())
     while args.out is not None:
         write(runs, args.out, args.watch)
-        if args.watch is None or all(run.finished is not None for run in runs):
+        have_begun = all(folder.exists() for folder in folders.values())  # those of a grid follow each other
+        if args.watch is None or have_begun and all(run.finished is not None for run in runs):
             break
         time.sleep(args.watch)
         runs, _ = readable(folders)
@@ -89,13 +90,14 @@ def named_folders(paths: list[Path]) -> dict[str, Path]:
         if path in grids:
             prefix = f"{path.name}/" if len(grids) > 1 else ""
             pairs += [(prefix + folder.name, folder) for folder in grid_runs(path)]
-        elif not path.exists():
-            raise ConfigError(f"{path}: no run that can be read; there is no such folder")
         else:
             pairs.append((path.name, path))
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         raise ConfigError(f"two runs are named {max(names, key=names.count)}; rename a folder")
+    for path in paths:
+        if not path.exists():
+            raise ConfigError(f"{path}: no run that can be read; there is no such folder")
     return dict(pairs)
 
 
@@ -107,6 +109,9 @@ def readable(folders: dict[str, Path]) -> tuple[list[Run], list[str]]:
     results: list[Run] = []
     refusals: list[str] = []
     for name, folder in folders.items():
+        if not folder.exists():
+            refusals.append(f"{folder}: has not begun")
+            continue
         try:
             results.append(dataclasses.replace(read_run(folder), name=name))
         except UNREADABLE as error:

@@ -154,9 +154,9 @@ function draw(place, data) {
     const curves = svg.appendChild(element("g", {"clip-path": "url(#inside)"}));
     for (const run of shown) {
       for (const points of bands(run)) {
-        const place = (x, y) => placeX(x).toFixed(1) + "," + placeY(y).toFixed(1);
-        const below = points.map(([x, low]) => place(x, low));
-        const above = points.map(([x, , high]) => place(x, high)).reverse();
+        const corner = (x, y) => placeX(x).toFixed(1) + "," + placeY(y).toFixed(1);
+        const below = points.map(([x, low]) => corner(x, low));
+        const above = points.map(([x, , high]) => corner(x, high)).reverse();
         curves.appendChild(element("polygon", {fill: run.colour, "fill-opacity": data.band_opacity,
           points: [...below, ...above].join(" ")}));
       }

@@ -87,14 +87,15 @@ def study_seeds(runs: list["Run"]) -> SeedStudy:
             places["val"], losses["val"] = validated
 
     members: dict[str, list["Run"]] = {}
+    know_origins = all(run.origins for run in counted)  # else no difference of theirs is known
     for run in counted:
-        same = members.setdefault(identity(run), [])
+        same = members.setdefault(identity(run, know_origins), [])
         twin = next((other for other in same if other.settings[SEED] == run.settings[SEED]), None)
         if twin is None:
             same.append(run)
         else:
             left_out.append(f"{run.name}: has the seed and the settings of {twin.name}, and counts once")
-    differing = differing_settings([each[0] for each in members.values()])
+    differing = differing_settings([each[0] for each in members.values()], know_origins)
     groups: list[SeedGroup] = []
     for each in members.values():
         settings = {key: values[each[0].name] for key, values in differing.items()}
@@ -117,18 +118,19 @@ def choose_counted(runs: list["Run"]) -> tuple[list["Run"], list[str]]:
     return finished or sound, left_out
 
 
-def identity(run: "Run") -> str:
+def identity(run: "Run", know_origins: bool) -> str:
     """Return what runs of one group have in common, as a text."""
     settings = sorted((key, repr(value)) for key, value in run.settings.items() if key != SEED)
     origins = sorted((name, repr(which)) for name, (which, _) in run.origins.items())
-    return repr((settings, origins))
+    return repr((settings, origins if know_origins else []))
 
 
-def differing_settings(runs: list["Run"]) -> dict[str, dict[str, Any]]:
+def differing_settings(runs: list["Run"], know_origins: bool) -> dict[str, dict[str, Any]]:
     """Return {code, data or setting: {run: its value}} for what differs, besides the seed."""
-    described = {
-        run.name: {**{name: text for name, (_, text) in run.origins.items()}, **run.settings} for run in runs
-    }
+    described: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        origins = {name: text for name, (_, text) in run.origins.items()} if know_origins else {}
+        described[run.name] = {**origins, **run.settings}
     keys = dict.fromkeys(key for each in described.values() for key in each if key != SEED)
     values = {key: {name: each.get(key) for name, each in described.items()} for key in keys}
     return {key: of_run for key, of_run in values.items() if len(set(map(repr, of_run.values()))) > 1}
