@@ -84,28 +84,28 @@ class Statistic(NamedTuple):
     kind: str
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """The layer and kind of a parameter."""
     layer: int | None
     kind: str
 
 
-def place_of(key: str, spec: ParameterSpec) -> Place:
+def place_of(key: str, spec: ParameterSpec) -> ParameterPlace:
     """Return the place of the global tensor `key`, which is a part of the parameter."""
     inside = re.fullmatch(r"layers\.(\d+)\.(.+)\.\w+|layers\.(\d+)\.(.+)", key)
     kind = KIND_OF_ROLE.get(spec.role)
     if inside is None:
-        return Place(None, f"outer_{kind}" if spec.role in ("norm", "bias") else kind or key)
+        return ParameterPlace(None, f"outer_{kind}" if spec.role in ("norm", "bias") else kind or key)
     layer = int(inside[1] or inside[3])
     if spec.is_expert:
-        return Place(layer, "experts")
-    return Place(layer, kind or inside[2] or inside[4])
+        return ParameterPlace(layer, "experts")
+    return ParameterPlace(layer, kind or inside[2] or inside[4])
 
 
 @lru_cache(maxsize=16)
-def parameter_places(model: ModelConfig) -> tuple[Place, ...]:
+def parameter_places(model: ModelConfig) -> tuple[ParameterPlace, ...]:
     """Return the places of all parameters of the model by layer; those outside of the layers are last."""
-    places: dict[Place, None] = {}
+    places: dict[ParameterPlace, None] = {}
     for spec, keys in all_parameters(model):
         places |= dict.fromkeys(place_of(key, spec) for key in keys)
     last = model.layers + modules_ahead(model)
@@ -414,7 +414,7 @@ class LayerStatistics(StepExtra):
 # ---- helpers -----------------------------------------------------------------------------------------------
 
 
-def owned_parts(buckets: list[Bucket], rows: dict[Place, int]) -> list[OwnedPart]:
+def owned_parts(buckets: list[Bucket], rows: dict[ParameterPlace, int]) -> list[OwnedPart]:
     """Return what this rank owns and counts: all ranks together have each element once."""
     parts: list[OwnedPart] = []
     for index, bucket in enumerate(buckets):
