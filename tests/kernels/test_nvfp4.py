@@ -145,6 +145,14 @@ def test_a_weight_and_its_transpose_have_the_same_numbers():
         assert torch.equal(back.dequantized(), ahead.dequantized().t())
 
 
+def test_a_transposed_view_is_laid_out_as_a_matrix():
+    """As a GPU's library reads it."""
+    x = torch.randn(64, 48)
+    want, got = (quantize(view, largest(x)) for view in (x.t().contiguous(), x.t()))
+    assert all(map(torch.Tensor.is_contiguous, got))
+    assert all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(got, want))
+
+
 def test_fp64_rounds_alike():
     x, most = torch.from_numpy(np.stack(list(blocks().values()))), torch.full((1, 1), TENSOR)
     want, got = quantize(x, most), quantize(x.double(), most.double())
