@@ -60,10 +60,10 @@ def parse_grid(over: list[list[str]], argv: list[str]) -> Grid:
             raise ConfigError(f"--over: {word} is no key; write --over optim.lr 1e-3 2e-3")
         if not values:
             raise ConfigError(f"--over: {key} has no values; write --over {key} VALUE VALUE")
-        if key in axes or key in settings:
-            raise ConfigError(f"{key}: given twice; give all its values in one --over")
         if key in ("log.name", "log.dir"):
             raise ConfigError(f"{key}: a grid names the folders of its runs itself; leave it out of --over")
+        if key in axes or key in settings:
+            raise ConfigError(f"{key}: given twice; give all its values in one --over")
         axes[key] = tuple(values)
     return Grid(name=name, recipe=recipe, file=file, settings=settings, axes=axes)
 

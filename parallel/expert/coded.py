@@ -32,7 +32,8 @@ from parallel.wire.comm import PendingExchange
 def encode_rows(rows: Tensor) -> Tensor:
     """rows [m, d] -> bytes [m, d + ceil(d / 128) g]: the codes of a row, followed by its scales."""
     codes, scale = fp8.quantize(rows, "group", E4M3)
-    return torch.cat([codes.view(torch.uint8), scale.contiguous().view(torch.uint8)], 1)
+    scale = scale.clone(memory_format=torch.contiguous_format)  # also strides of sizes of 1
+    return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], 1)
 
 
 def decode_rows(message: Tensor, width: int, dtype: torch.dtype) -> Tensor:
