@@ -64,8 +64,8 @@ def quantize(
     """x [m, n] -> NVFP4, in blocks of `rows` rows (1 or 16) and `side` columns.
 
     largest: max |x| of the tensor, [1, 1] in fp32 or fp64; x may be a part of it. m is a multiple of `rows`,
-    and n of `side`. x may be transposed; all results are contiguous. With bits, int64 [m, n], whose low 24 are
-    random, elements round stochastically.
+    and n of `side`. x may be transposed; all results are contiguous. With bits, int64 [m, n], whose low 24
+    are random, elements round stochastically.
     """
     dtype = accumulation_dtype(x.dtype)
     bound = largest.to(dtype).clamp(min=MIN_ABSOLUTE_MAXIMUM)
