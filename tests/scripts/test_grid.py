@@ -91,7 +91,7 @@ def test_another_grid_under_its_name_is_refused(home, trained, capsys):
     (["--over", "optim.lr", "1e-3", "-1"], "optim.lr=-1.0: optim.lr: -1.0 must be above 0"),
     (["--over", "optim.lr", "1e-3", "0.001"], "--over: two runs would be named optim.lr=0.001"),
     (["--over", "train.sede", "1"], "train.sede=1: train.sede: no such key; did you mean train.seed?"),
-    (["--over", "data.path", "{home}/none"], "data.path={home}_none: data.path: "),
+    (["--over", "data.valid", "{home}/none"], "data.valid={home}_none: data.valid: "),
     (["--over", "optim.momentum", "0.9"], "optim.momentum=0.9: optim.momentum: 0.9 does nothing: it belongs"),
     (["--over", "parallel.vpp", "2"], "parallel.vpp=2: parallel.schedule: 1f1b has 1 chunk a rank, not 2"),
     (["--over", "train.seed", "1", "--train.seed", "2"], "train.seed: given twice"),
@@ -144,12 +144,11 @@ def test_the_commands_are_listed(home, capsys):
 
 def test_values_with_commas_and_parts_of_a_model_are_values(home, capsys):
     """A comma would not do between values: these have their own."""
-    data = f"0.3 {home}/text 0.7 {home}/text"
-    axes = ["--over", "model.pattern", "(block, wide)...", "block, 3 wide", "--over", "data.path", data,
+    axes = ["--over", "model.pattern", "(block, wide)...", "block, 3 wide", "--over", "checkpoint.keep_at", "1,2",
             "--model.blocks.wide.mlp.width", "80", "--model.layers", "4"]
     code, out, _ = run(capsys, *words(home, "commas"), *axes, "--list")
     assert code == 0 and len(out) == 2
     recipe, *argv = shlex.split(out[1].split("train.py ")[1])
     cfg = resolve(recipe, None, argv)
-    assert cfg.model.pattern == "block, 3 wide" and cfg.data.path == data
-    assert "/" not in cfg.log.name and cfg.log.name.startswith("model.pattern=block,_3_wide+data.path=0.3_")
+    assert cfg.model.pattern == "block, 3 wide" and cfg.checkpoint.keep_at == "1,2"
+    assert cfg.log.name == "model.pattern=block,_3_wide+checkpoint.keep_at=1,2"
