@@ -144,8 +144,9 @@ def test_the_commands_are_listed(home, capsys):
 
 def test_values_with_commas_and_parts_of_a_model_are_values(home, capsys):
     """A comma would not do between values: these have their own."""
-    axes = ["--over", "model.pattern", "(block, wide)...", "block, 3 wide", "--over", "checkpoint.keep_at", "1,2",
-            "--model.blocks.wide.mlp.width", "80", "--model.layers", "4"]
+    axes = ["--over", "model.pattern", "(block, wide)...", "block, 3 wide"]
+    axes += ["--over", "checkpoint.keep_at", "1,2"]
+    axes += ["--model.blocks.wide.mlp.width", "80", "--model.layers", "4"]
     code, out, _ = run(capsys, *words(home, "commas"), *axes, "--list")
     assert code == 0 and len(out) == 2
     recipe, *argv = shlex.split(out[1].split("train.py ")[1])

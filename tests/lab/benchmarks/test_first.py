@@ -23,7 +23,7 @@ from lab.benchmarks.jobs import ForkedJob, JobPlace, run_jobs
 from plan.record.launches import CHIPS
 
 ROOT = Path(__file__).parents[3]
-PEERS_MIB = 54.36  # on 2026-11-30: wheels, the extension in gzip, cuDNN's frontend 1.32 (lab/docs/benchmarks.md)
+PEERS_MIB = 54.36  # on 2026-11-30: wheels, a gzipped extension, cuDNN's frontend 1.32: lab/docs/benchmarks.md
 FIRST = ("first", "--device", "cpu", "--tiny")
 ONLY = "kernels/test_embedding.py,dense ours,packed ours+libraries"
 
