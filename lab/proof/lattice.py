@@ -433,8 +433,8 @@ def check_provable(cfg: Config) -> None:
     mixers = {type(each.mixer) for each in layer_models(model).values()}
     if cfg.data.doc_mask and mixers & {MambaConfig, DeltaConfig}:
         raise ConfigError(
-            f"optim.name: {optimizer} takes the sign of a gradient, and with data.doc_mask the sums of decays "
-            "in such a mixer leave rounding errors where a document without targets has none"
+            f"optim.name: {optimizer} takes the sign of a gradient, and with data.doc_mask the sums of "
+            "decays in such a mixer leave rounding errors where a document without targets has none"
         )
     if getattr(model.mixer, "bias", None) and model.mixer.rope is None:
         raise ConfigError(
