@@ -194,8 +194,8 @@ def draw_map(
     set_title(axes, title)
     axes.tick_params(length=0, labelcolor=INK, labelsize=7)
     axes.spines[:].set_visible(False)
-    ticks = None if norm is None else np.geomspace(norm.vmin, norm.vmax, 4)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, ticks=ticks, format="%.2g")
+    scale = {} if norm is None else {"ticks": np.geomspace(norm.vmin, norm.vmax, 4), "format": "%.2g"}
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, **scale)
     bar.minorticks_off()
     bar.ax.tick_params(labelsize=7, labelcolor=INK)
     bar.outline.set_visible(False)
