@@ -871,6 +871,10 @@ def new_folder(final: Path) -> Iterator[Path]:
             os.rename(temp, final)
             sync_dir(final.absolute().parent)
     except BaseException:
+        removed = temp.with_name(f"{temp.name}.removed")
+        with contextlib.suppress(OSError):  # other ranks may be about to write: by this name they cannot
+            os.rename(temp, removed)
+        remove(removed)
         remove(temp)
         raise
 
