@@ -1,4 +1,4 @@
-"""Groups of parameters with rates of their own (optim.groups).
+"""Groups of parameters that learn at other rates (optim.groups).
 
     groups: "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"
 

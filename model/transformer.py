@@ -37,6 +37,7 @@ class PipelineStage(nn.Module):
         self.first, self.end = first, end
         self.experts = mixture(cfg.model)
         has_jitter = self.experts is not None and self.experts.router.jitter > 0
+        self.rounds_gradients = rounds_gradients(cfg.train)
         self.draws_numbers = cfg.model.dropout > 0 or has_jitter
         self.embedding = Embedding(cfg, mesh, ends_are_apart) if first == 0 else None
         if self.embedding is not None:
@@ -95,7 +96,7 @@ class PipelineStage(nn.Module):
         rng = rounding_rng = router_inputs = None
         if torch.is_grad_enabled() and self.draws_numbers:
             rng = self.dropout_rng(microbatch)
-        if torch.is_grad_enabled() and rounds_gradients(cfg.train):
+        if torch.is_grad_enabled() and self.rounds_gradients:
             rounding_rng = self.token_rng(microbatch)
         if torch.is_grad_enabled() and self.experts is not None:
             router_inputs = make_router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)

@@ -29,7 +29,7 @@ def decoupled_rates(cfg: OptimConfig, lr: float, part: UpdateRange) -> Rates:
 
     A step shrinks a weight by lr * weight_decay whatever its muP factor, so the averaging time of a weight
     under muP, 1 / (lr * weight_decay), is the same at every width (arXiv 2405.13698). A factor of
-    optim.groups is a learning rate of its own: it changes both, as in a parameter group of torch.optim.
+    optim.groups changes both, as the learning rate of a parameter group in torch.optim does.
     """
     weight_decay = 0.0
     if part.has_decay:

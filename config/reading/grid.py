@@ -57,7 +57,7 @@ def parse_grid(over: list[list[str]], argv: list[str]) -> Grid:
     for word, *values in over:
         key = word.removeprefix("--").replace("-", "_")
         if "." not in key or "=" in key:
-            raise ConfigError(f"--over: {word} is no key; write --over optim.lr 1e-3 2e-3")
+            raise ConfigError(f"--over: {word} is not a key; write --over optim.lr 1e-3 2e-3")
         if not values:
             raise ConfigError(f"--over: {key} has no values; write --over {key} VALUE VALUE")
         if key in ("log.name", "log.dir"):

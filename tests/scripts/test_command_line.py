@@ -21,7 +21,7 @@ SCRIPTS = {  # words of each, and what is said of them
     "convert": ("to-hf a b --dtype fp64", "--dtype: invalid choice: 'fp64' (choose from"),
     "evaluate": ("a --data", "--data: expected one argument"),
     "generate": ("a --temperature hot", "--temperature: expected a number, got 'hot'"),
-    "grid": ("llama3-tiny --log.name a --over seed 1", "--over: seed is no key; write --over optim.lr 1e-3"),
+    "grid": ("llama3-tiny --log.name a --over seed 1", "--over: seed is not a key; write --over optim.lr"),
     "launch": ("--nproc two -- llama3-tiny", "expected a whole number of at least 1, got 'two'"),
     "mutate": ("--what",
                "unrecognized arguments: --what; see python -m scripts.mutate --help for the options"),

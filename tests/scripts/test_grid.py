@@ -98,7 +98,7 @@ def test_another_grid_under_its_name_is_refused(home, trained, capsys):
     (["--over", "train.seed", "1", "--over", "train.seed", "2"], "train.seed: given twice"),
     (["--over", "train.seed"], "--over: train.seed has no values"),
     (["--over", "log.dir", "a"], "log.dir: a grid names the folders of its runs itself"),
-    (["--over", "seed", "1"], "--over: seed is no key"),
+    (["--over", "seed", "1"], "--over: seed is not a key"),
     (["--over", "data.cache", "x" * 250], "--over: the folder of a run would have a name of "),
     (["--over", "train.seed", "1", "2", "--part", "3/2"], "--part: '3/2' must be K/M"),
     (["--over", "train.seed", "1", "--nproc", "0"], "--nproc: 0; at least 1"),
