@@ -260,7 +260,10 @@ class LayerStatistics(StepExtra):
         numbers are in host memory. flats: for each bucket its owned shard."""
         total = torch.zeros_like(self.sizes)
         if self.owned:
-            norms = [length_of(flats[part.bucket][part.elements]) for part in self.owned]
+            norms = [
+                length_of(flats[part.bucket][part.elements], self.buckets[part.bucket].weights.local.dtype)
+                for part in self.owned
+            ]
             squares = torch.stack(norms).to(self.device, self.dtype).square()
             total.index_add_(0, self.row_of_part, squares)
         return total
@@ -353,7 +356,7 @@ class LayerStatistics(StepExtra):
         else:
             y = output if isinstance(output, Tensor) else output[0]
         sums = self.outputs[layer, index]
-        sums[0].add_(length_of(y).to(self.dtype).square())
+        sums[0].add_(length_of(y, y.dtype).to(self.dtype).square())
         sums[1].add_(y.numel())
 
     def attend(
@@ -435,9 +438,9 @@ def owned_parts(buckets: list[Bucket], rows: dict[ParameterPlace, int]) -> list[
     return parts
 
 
-def length_of(x: Tensor) -> Tensor:
-    """Return the L2 norm of x, a scalar in fp32 or better."""
-    return torch.linalg.vector_norm(x, dtype=accumulation_dtype(x.dtype))
+def length_of(x: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """Return the L2 norm of x, a scalar in fp32, or in fp64 if the run computes in fp64."""
+    return torch.linalg.vector_norm(x, dtype=accumulation_dtype(compute_dtype))
 
 
 def largest_logit(core: AttentionCore, q: Tensor, k: Tensor, context: ForwardContext) -> Tensor:

@@ -407,6 +407,11 @@ def check_provable(cfg: Config) -> None:
         raise ConfigError("data.tokenizer: bytes has neither sentinels nor a start token")
     if cfg.checkpoint.branch and any(0 < phase.steps_before <= TRUNK_STEPS for phase in get_phases(cfg).all):
         raise ConfigError("train.phases: a phase begins where the branch does, or before")
+    begins_ramp = cfg.checkpoint.branch and cfg.train.ramp
+    if begins_ramp and cfg.train.phases and (cfg.data.span or 0) > cfg.train.seq_len:
+        raise ConfigError(
+            "train.ramp: begins with the branch, which then reads less of data.span before the length changes"
+        )
     experts = mixture(model)
     aux = experts.router.aux if experts else None
     if aux and aux.weight and aux.over == "micro":

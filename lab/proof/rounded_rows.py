@@ -41,11 +41,12 @@ def largest_of_blocks(rows: np.ndarray) -> np.ndarray:
 
 
 def rounded(rows: Tensor) -> Tensor:
-    """Return what arrives of rows [m, d], computed in fp32, or in fp64 for fp64."""
+    """Return what arrives of rows [m, d], computed in fp32, or for fp64 in fp64 up to e4m3's fp32."""
     x = rows.detach().to(torch.promote_types(rows.dtype, torch.float32)).numpy()
     number = x.dtype.type
     factor = number(LARGEST) / np.maximum(largest_of_blocks(x), number(SMALLEST_BLOCK))
-    arrived = nearest_e4m3(x * factor) * (1 / factor)
+    scaled = (x * factor).astype(np.float32)  # fp64 becomes e4m3 by way of fp32
+    arrived = nearest_e4m3(scaled).astype(x.dtype) * (1 / factor)
     return torch.from_numpy(arrived).to(rows.dtype)
 
 
@@ -53,13 +54,13 @@ def error_bound(rows: Tensor) -> Tensor:
     """Bound the error of rows [m, d] that have arrived, in fp64.
 
     Half of the last of e4m3's digits: 1/16 of an element, or half a step of 2^-9 scales; at most half of the
-    last digit of the block's largest element, 16 scales. Scale, product and result round in fp32 or fp64, and
-    the result once to the dtype.
+    last digit of the block's largest element, 16 scales. Scale, product and result round in fp32 (fp64: the
+    product alone, before it becomes e4m3), and the result once to the dtype.
     """
     x = np.abs(rows.detach().double().numpy())
     largest = largest_of_blocks(x)
     half_a_digit = np.minimum(np.maximum(x / 16, largest / LARGEST / 1024), largest / 28)
-    own, wide = (torch.finfo(dtype) for dtype in (rows.dtype, torch.promote_types(rows.dtype, torch.float32)))
+    own, wide = torch.finfo(rows.dtype), torch.finfo(torch.float32)
     roundings = own.eps / 2 * (x + half_a_digit) + own.tiny * own.eps / 2 + 4 * wide.eps / 2 * x
     return torch.from_numpy(half_a_digit + roundings)
 

@@ -30,6 +30,7 @@ MODELS = {  # words of a model
     "states": "--model.blocks.linear.mixer.kind delta --model.blocks.linear.mixer.heads 4 "
     "--model.blocks.linear.mixer.key_heads 2 --model.blocks.linear.mixer.key_dim 8 "
     "--model.blocks.linear.mixer.v_dim 8 --model.pattern linear,block",
+    "bf16-states": "--optim.states bf16",
 }
 LAYOUTS = {  # (ranks, words)
     "mb2": (1, "--train.micro_batch 2"),
@@ -62,6 +63,7 @@ CELLS = [
     *(("ahead", layout) for layout in ("pp2", "zero3", "cp2")),
     *(("latent", layout) for layout in ("tp2", "cp2", "ep2")),
     *(("states", layout) for layout in ("tp2", "cp2")),
+    *(("bf16-states", layout) for layout in ("zero1", "tp2")),
 ]
 CORE = ["dense-tp2", "dense-pp2", "dense-zero3", "dense-cp2", "mixture-ep2", "mixture-tp2", "mixture-cp2"]
 

@@ -204,10 +204,14 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     home = Path(folder.name)
     pool = launch_pool(world, cfg, overrides)
     for i, values in enumerate(cells):
+        if i % MAX_CONCURRENT_REFERENCES == 0:
+            group = [found.config(each) for each in cells[i:i + MAX_CONCURRENT_REFERENCES]]
+            try:
+                make_references(pool, group, home)
+            except RuntimeError:  # one of them fails: each cell makes its own, and says so
+                pool.close()
+                pool = launch_pool(world, cfg, overrides)
         try:
-            if i % MAX_CONCURRENT_REFERENCES == 0:
-                group = cells[i:i + MAX_CONCURRENT_REFERENCES]
-                make_references(pool, [found.config(each) for each in group], home)
             checks = {"is_strict": options.strict, "on_lanes": options.lanes}
             first, worst = prove(pool, found.config(values), home, **checks)
         except ConfigError:

@@ -575,6 +575,7 @@ def run_references(world: World, jobs: list[tuple[Config, str, Path]], home: Pat
     """Run this rank's share of the jobs, and save the values of each in the job's file."""
     for cfg, name, reference in jobs[world.rank::world.size]:
         if has_trunk(cfg):
+            shutil.rmtree(home / f"{name}-trunk", ignore_errors=True)  # of a reference that failed
             run_trunk(placed(get_trunk(cfg), home, f"{name}-trunk"), home)
         save_file(reference_values(begun(cfg, home, name), home), reference)
 

@@ -49,6 +49,17 @@ def test_nothing_legal_is_left_out():
     assert f.layouts and f.refused
 
 
+def test_a_branch_that_begins_a_ramp_reads_what_its_phases_leave():
+    """train.py refuses it where a later length follows and spans are longer than sequences."""
+    f = found(1)
+    first = {key: values[0] for key, values in lattice.SWITCHES.items()}
+    whole = {**f.layouts[0], **first, "start": "branch", "phases": "phases", "ramp": True}
+    assert f.is_legal(whole)
+    assert not f.is_legal({**whole, "source": "raw"})
+    assert f.is_legal({**whole, "source": "raw", "ramp": False})
+    assert f.is_legal({**whole, "source": "raw", "phases": None})
+
+
 def test_draws_repeat_by_seed_and_differ_between_seeds():
     f = found(4)
     assert lattice.draw_cells(f, 9, 1) == lattice.draw_cells(f, 9, 1) != lattice.draw_cells(f, 9, 2)

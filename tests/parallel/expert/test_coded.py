@@ -56,6 +56,14 @@ def test_a_row_arrives_as_the_formula_says(dtype, width, kind):
     assert y.dtype == x.dtype and torch.equal(y, rounded(x))
 
 
+def test_fp64_rounds_twice():
+    """17 (1 + 1e-12) is nearer to 18 than to 16, but 17 in fp32, and of 16 and 18 the even is 16."""
+    x = torch.zeros(1, 128, dtype=torch.float64)
+    x[0, :2] = torch.tensor([448.0, 17 * (1 + 1e-12)], dtype=torch.float64)
+    y = decode_rows(encode_rows(x), 128, x.dtype)
+    assert y[0, 1] == 16 and torch.equal(y, rounded(x))
+
+
 @pytest.mark.parametrize("kind", ["normal", "outliers", "zeros", "small"])
 @pytest.mark.parametrize("width", [32, 200, 4096])
 @pytest.mark.parametrize("dtype", list(DTYPES))
