@@ -549,23 +549,27 @@ def step_traffic(job: Job, links: Links, repeats: float) -> StepTraffic:
     return StepTraffic(inside, between, sums, gathers)
 
 
-def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, num_buckets: int,
-                         compute: Seconds, hidden: float) -> float:
+def exposed_data_seconds(
+    traffic: StepTraffic, *, zero: int, microbatches: int, num_buckets: int, compute: Seconds, hidden: float
+) -> float:
     """Return the seconds of sums and gathers that are not overlapped. `compute` is a microbatch's, and
     `hidden` the largest fraction that overlaps.
 
-    The last bucket's sum and the first one's gather have nothing to overlap with.
+    ZeRO-3 gathers weights in each forward and again in each backward, where the gradient sums follow them
+    over the same links. The last bucket's sum and the first one's gather have nothing to overlap with.
     """
     sums_in_step = microbatches if zero >= 2 else 1
     gathers_in_step = 2 * microbatches if zero == 3 else 1
-    behind_gathers = compute.forward
-    if zero == 3:
-        behind_gathers = (compute.forward + compute.backward) * microbatches
-    last_sum = traffic.sums / num_buckets / sums_in_step
+    gathers_in_backward = traffic.gathers / 2 if zero == 3 else 0.0
+    gathers_in_forward = traffic.gathers - gathers_in_backward
+    forwards = compute.forward * (microbatches if zero == 3 else 1)
+    backwards = compute.backward * sums_in_step
+
     first_gather = traffic.gathers / num_buckets / gathers_in_step
-    exposed_sums = exposed_seconds(traffic.sums, compute.backward * sums_in_step, hidden)
-    exposed_gathers = exposed_seconds(traffic.gathers, behind_gathers, hidden)
-    return max(exposed_sums, last_sum) + max(exposed_gathers, first_gather)
+    last_sum = traffic.sums / num_buckets / sums_in_step
+    in_forward = exposed_seconds(gathers_in_forward, forwards, hidden)
+    in_backward = exposed_seconds(gathers_in_backward + traffic.sums, backwards, hidden)
+    return max(in_forward, first_gather) + max(in_backward, last_sum)
 
 
 def update_seconds(cfg: Config, every: list[PlannedBucket], stream: float, host: float) -> float:

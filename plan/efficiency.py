@@ -71,7 +71,7 @@ CLASSES: dict[Class, Fitted] = {
     Class("hopper", "composer"): Fitted(range=(0.96, 1.08), rows=12, efficiency=Efficiency(
         gemm=0.71, core=0.2, stream=0.53, micro=0.004, hidden=0.77,
     )),
-    Class("hopper", "megatron"): Fitted(range=(0.62, 1.54), rows=16, efficiency=Efficiency(
+    Class("hopper", "megatron"): Fitted(range=(0.58, 1.54), rows=16, efficiency=Efficiency(
         gemm=0.66, core=0.37, stream=0.91, inside=0.49, between=0.45, hop=4.2e-06, route=0.00027,
         hidden=0.99, relayed=True,
     )),
