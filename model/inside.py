@@ -382,7 +382,7 @@ class LayerStatistics(StepExtra):
         """Look at the inputs of an MLP's activation [b, s, 2f/tp], without a gate [b, s, f/tp]."""
         if self.in_forward:
             gate = gate_up.detach()[..., :site.module.down.weight.spec.shape[1]]
-            self.open_units(site, (gate > 0).flatten(0, -2).any(0))
+            self.open_units(site, ~(gate.flatten(0, -2).amax(0) <= 0))  # NaN opens a unit
 
     def watch_experts(self, site: UnitSite, experts: Experts, undo: contextlib.ExitStack) -> None:
         """Watch the activation of routed experts, whose rows are those of the latest call."""
