@@ -80,8 +80,9 @@ def without_quantization(path: Path) -> Tree:
     """Return the keys of a config.json without quantization_config, also of its text part. Raises
     ConfigError."""
     tree = read_json(path)
-    for part in (tree, tree.get(TEXT, {})):
-        part.pop(QUANTIZATION, None)
+    for part in (tree, tree.get(TEXT)):
+        if isinstance(part, dict):
+            part.pop(QUANTIZATION, None)
     return tree
 
 
