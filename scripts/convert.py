@@ -226,7 +226,7 @@ def plain_folder(source: foreign.HFFolder, temp: Path) -> Iterator[Path]:
     """Yield a folder for transformers with the weights of `source`: itself or, if it is quantized, a
     dequantized copy in `temp` meanwhile.
 
-    transformers dequantizes fp8 itself, but to bf16, not in cut blocks, and not without other packages.
+    transformers itself dequantizes fp8 only with other packages, and not in cut blocks.
     """
     plain = temp / "dequantized"
     if not source.quantized or not has_transformers():

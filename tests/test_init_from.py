@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from tokenizer_families import make_tokenizer
 
 from checkpoint.disk import store
-from checkpoint.origin import match_token_ids, parts_by_rows
+from checkpoint.origin import match_token_ids, parts_by_rows, with_tokenizer
+from checkpoint.systems.foreign import open_hf_folder
+from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from parallel.sharding.boxes import Box
@@ -540,6 +543,21 @@ def test_data_of_another_tokenizer_than_that_of_a_hugging_face_folder_is_refused
         assert "taken" in told and "not known" not in told and "warning" not in told, told
     by_text = {**of, "data__path": home / "b", "checkpoint__init_changes": "data.tokenizer=text"}
     assert "in part  2: embed.weight (" in trains(home, "by-text", **by_text)
+
+
+def test_where_files_of_a_folder_differ_the_end_of_documents_of_the_data_decides(hf, tmp_path):
+    """Published folders may name several; the data was prepared with one of them, by --eod."""
+    folder = tmp_path / "several"
+    shutil.copytree(hf, folder)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**keys, "eos_token_id": 1}))
+    index = open_hf_folder(folder)
+    for end in ("1", "2"):
+        tok = tokenizer.load_tokenizer(folder, end)
+        assert with_tokenizer(index, tok).meta["tokenizer"] == tok.fingerprint
+    other = replace(tok, contract=replace(tok.contract, end=replace(tok.contract.end, id=999)))
+    with pytest.raises(ConfigError, match=f"^{folder}: its files name different tokens as the end"):
+        with_tokenizer(index, other)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ A recipe's model is trained for a few steps at doubling widths, once in the stan
 with model.mup.base set to the smallest width. Everything that may scales with the width (number of heads and
 what several heads share, MLPs, the ranks of latent attention); the size of a head and of its state, depth,
 vocabulary, batch and learning rate are fixed. This applies to the mixers of all kinds of blocks. The layers
-are the recipe's first ones, as many as have every kind of block (model.pattern), or one of each kind if that
+are the recipe's first ones, as many as have every kind of block (model.pattern), or one of each kind if those
 are more than MAX_LAYERS.
 
 On one batch the check measures the mean |coordinate| of each kind of activation and the mean |change| of its
@@ -61,7 +61,7 @@ FIXED = {  # mixer sizes that do not depend on the width
 }
 RANKS = ("kv_rank", "q_rank")  # mixer sizes that scale with the width, in addition to the heads
 LAYERS = 2  # at least
-MAX_LAYERS = 8
+MAX_LAYERS = 8  # beyond, one of each kind of block
 VOCAB = 32
 STEPS = 8  # enough that the initial head weights, which see less of each update, matter little
 BATCH = 8
