@@ -5,6 +5,7 @@ the tokenizer that they were trained with and the same use of its start token. i
 differences: keys of the model, data.tokenizer, data.bos, names of weights not to take, or
 data.tokenizer=text, which matches rows by the text of their tokens. Any other difference is refused.
 """
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint.disk.store import StoredIndex
+from checkpoint.systems.foreign import ForeignIndex, is_hf_folder
 from config import Config, ConfigError, ModelConfig, Tree, comma_separated, vocab_size
 from config.reading.function import (
     BY_TEXT,
@@ -30,6 +32,9 @@ from config.reading.function import (
     written,
 )
 from config.tree import has_path, value_at
+from data.prompts import begins_with_start
+from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer_files import OWN_FILES
 from parallel.sharding.boxes import Box
 
 UNKNOWN = "none"  # fingerprint of the tokenizer of weights imported without one
@@ -102,6 +107,41 @@ class WeightOrigin:
         return TAKEN if stored_shape == tuple(shape) else FRESH
 
 
+# ---- the tokenizer of a Hugging Face folder ----------------------------------------------------------------
+
+def with_tokenizer(index: StoredIndex, tok: Tokenizer) -> StoredIndex:
+    """Return the index with the tokenizer of a Hugging Face folder in its meta, as a run of ours has it.
+
+    `tok` is that of the run. Other indexes, and folders without a tokenizer, stay as they are. Raises
+    ConfigError naming a file that is damaged.
+    """
+    if not isinstance(index, ForeignIndex) or not is_hf_folder(index.path):
+        return index
+    files = [index.path / name for name in OWN_FILES if (index.path / name).is_file()]
+    if not files:
+        return index
+    there = tokenizer_in_file(files[0], tok)
+    for file in files[1:]:  # the same ids in another form
+        if there.fingerprint != tok.fingerprint:
+            with contextlib.suppress(ConfigError):  # tokenizer.model may be of a kind that is not read
+                other = tokenizer_in_file(file, tok)
+                there = other if other.fingerprint == tok.fingerprint else there
+    return replace(
+        index, meta={**index.meta, "tokenizer": there.fingerprint, "bos": begins_with_start(there)})
+
+
+def tokenizer_in_file(file: Path, tok: Tokenizer) -> Tokenizer:
+    """Load a tokenizer. If the files beside it name several tokens that end documents, the run's own one
+    decides, which the user has chosen for the data."""
+    try:
+        return load_tokenizer(file)
+    except ConfigError as error:
+        try:
+            return load_tokenizer(file, str(tok.eod))
+        except ConfigError:
+            raise error from None
+
+
 # ---- differences -------------------------------------------------------------------------------------------
 
 def compare(
@@ -169,19 +209,19 @@ def match_token_ids(
     index: StoredIndex, source: ModelConfig, ids_by_text: Callable[[Path, str], NDArray[np.int64]]
 ) -> NDArray[np.int64]:
     """Return WeightOrigin.same_ids. A tokenizer may have more ids than its model has rows."""
-    found = ids_by_text(tokenizer_folder(index.path), index.meta["tokenizer"])
-    return np.where(found < vocab_size(source), found, -1)
-
-
-def tokenizer_folder(checkpoint: Path) -> Path:
-    """Return the tokenizer folder of the run that made a checkpoint. Raises ConfigError if it is missing."""
-    folder = checkpoint.parent.parent / "tokenizer"
+    folder = tokenizer_folder(index.path)
     if not folder.is_dir():
         raise ConfigError(
             f"checkpoint.init_changes: {BY_TEXT} reads the tokenizer of the weights, and {folder} is not "
             f"there; put it there, or state {TOKENIZER} alone: rows keep their indices"
         )
-    return folder
+    found = ids_by_text(folder, index.meta["tokenizer"])
+    return np.where(found < vocab_size(source), found, -1)
+
+
+def tokenizer_folder(checkpoint: Path) -> Path:
+    """Return the tokenizer folder of the run that made a checkpoint, or the Hugging Face folder itself."""
+    return checkpoint if is_hf_folder(checkpoint) else checkpoint.parent.parent / "tokenizer"
 
 
 def other_start(meta: Tree, has_start: bool) -> bool:
@@ -225,7 +265,7 @@ def remedy(path: Path, keys: Mapping[str, tuple[Any, Any]], cfg: Config) -> str:
 
 def data_of_tokenizer(checkpoint: Path | str, cfg: Config) -> str:
     """Return how to get data for the tokenizer that a checkpoint was trained with."""
-    folder = Path(checkpoint).parent.parent / "tokenizer"
+    folder = tokenizer_folder(Path(checkpoint))
     name = str(folder) if folder.is_dir() else "ITS_TOKENIZER"
     if cfg.data.path == "stdlib":
         return f"set --data.tokenizer {name}"

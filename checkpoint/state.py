@@ -33,6 +33,7 @@ from checkpoint.origin import (
     kinds_of,
     other_start,
     stored_boxes,
+    with_tokenizer,
 )
 from checkpoint.systems import foreign
 from checkpoint.systems.foreign_systems import is_ours, open_foreign
@@ -897,6 +898,10 @@ def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
     Raises ConfigError, before any tensor changes, if they do not fit this run's model.
     """
     world, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
+    if isinstance(index, foreign.ForeignIndex):
+        meta = run_on_first_rank(
+            lambda: with_tokenizer(index, run.data.required_tokenizer).meta, world, timeout_s)
+        index = dataclasses.replace(index, meta=meta)
     compare_here = functools.partial(  # it may read the tokenizer of the weights
         compare,
         index,
@@ -913,6 +918,7 @@ def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
     for of_rank in comm.gather_objects(own, world):
         kinds |= store.unpack(of_rank)
     notes = run_on_first_rank(lambda: header_lines(origin, kinds), world, timeout_s)
+    notes += unrecorded_notes(index, run.data)
     load_weights(
         run.buckets,
         index,
@@ -924,6 +930,16 @@ def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
     if run.ema is not None:
         run.ema.start()
     return notes
+
+
+def unrecorded_notes(index: store.StoredIndex, data: BatchLoader) -> list[str]:
+    """Return a warning if a Hugging Face folder with a tokenizer meets data that does not record its own,
+    else []."""
+    names = data.without_tokenizer
+    if not isinstance(index, foreign.ForeignIndex) or index.meta["tokenizer"] == UNKNOWN or not names:
+        return []
+    return [f"warning: {names[0]} does not record which tokenizer made it; data.tokenizer says "
+            f"{data.required_tokenizer.contract.label}, and nothing confirms it"]
 
 
 def source_model(index: store.StoredIndex) -> ModelConfig:

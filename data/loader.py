@@ -361,6 +361,11 @@ class BatchLoader:
                               "name it: bytes, a tokenizer.json or an x.model")
         return self.tokenizer
 
+    @property
+    def without_tokenizer(self) -> list[str]:
+        """Names of the datasets whose files do not record which tokenizer made them."""
+        return [dataset.name for dataset in self.datasets if not dataset.index.meta.get("tokenizer")]
+
     @cached_property
     def prompts(self) -> Prompts:
         """Formats texts as prompts for a model of this data. Raises like required_tokenizer."""

@@ -60,6 +60,15 @@ def start_token(tok: Tokenizer, wanted: bool | None) -> SpecialToken | None:
     return replace(tok.contract.start, named_by=("data.bos",))
 
 
+def begins_with_start(tok: Tokenizer) -> bool | None:
+    """Return whether the tokenizer's files put a start token before a document, None if the run has to choose
+    with data.bos."""
+    try:
+        return start_token(tok, None) is not None
+    except ConfigError:
+        return None
+
+
 def added_start(tok: Tokenizer) -> SpecialToken | None:
     """Return the token that the tokenizer's files put before a text.
     Raises ConfigError if there are several."""

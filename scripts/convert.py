@@ -20,8 +20,11 @@ data yet.
 DeepSeek's multi-token prediction modules are read and written under the layer numbers after the last block,
 as published. transformers ignores them when it loads and drops them when it saves, so its logits do not cover
 them; a folder without them becomes a model without them (model.mtp none). Published folders also contain
-copies of the embedding and the head; these must equal the originals, and are not written. FP8 weights are
-refused (quantization_config).
+copies of the embedding and the head; these must equal the originals, and are not written.
+
+Quantized weights (FP8 and MXFP4: checkpoint/hf/quantized.py) are dequantized while they are read; to-hf
+writes them plain, in fp32 or bf16. To compare logits, transformers reads a dequantized copy of the folder,
+which is on the disk beside RUN meanwhile.
 """
 import argparse
 import contextlib
@@ -50,6 +53,7 @@ from checkpoint.hf import export as hf_ranks
 from checkpoint.hf import tensors as hf
 from checkpoint.hf import tokenizer as hf_tokenizer
 from checkpoint.hf.families.table import FAMILIES
+from checkpoint.hf.quantized import write_dequantized
 from checkpoint.hf.rules import spell_out
 from checkpoint.sizes import check_counts, check_size
 from checkpoint.systems import foreign
@@ -62,7 +66,7 @@ from config.terminal import output_width, wrapped
 from config.tree import plain_data
 from data import tokenizer, tokenizer_files
 from data.contract import SpecialToken
-from data.prompts import added_start, start_token
+from data.prompts import added_start, begins_with_start, start_token
 from data.same_tokens import another_text
 from data.tokenizer import Tokenizer
 from durable.script_job import ScriptJob, script_job
@@ -107,10 +111,10 @@ def from_hf(
     (config/provenance.py).
     Raises ConfigError; LogitsMismatch; StorageError.
     """
-    family, model = hf_config.read_hf_config(folder)
-    found = hf.stored_tensors(folder, family, model.layers)
-    published_mtp = modules_ahead(model)
-    model = hf.tie_embeddings(model, found)
+    source = foreign.read_hf_folder(folder)
+    family, found = source.family.model_type, source.weights.tensors
+    published_mtp = modules_ahead(source.model)
+    model = hf.tie_embeddings(source.model, found)
     has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
     tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
     is_own = tok is not None and has_same_ids(folder, tok, eod)
@@ -123,8 +127,7 @@ def from_hf(
         raise ConfigError(f"{folder / 'config.json'}: {error}; the names are those of our keys") from None
 
     with new_folder(run) as temp:
-        ours = import_weights(
-            family, cfg, found, source=folder, tok=tok, checkpoints=temp / "checkpoints", made=made)
+        ours = import_weights(cfg, source, tok=tok, checkpoints=temp / "checkpoints", made=made)
         with storage_errors(temp, 0):
             (temp / "config.yaml").write_text(dump(cfg))
             if tok:
@@ -133,9 +136,13 @@ def from_hf(
                 tokenizer_files.copy_files(Path(spec or folder), temp / "tokenizer")
                 if is_own:
                     tokenizer_files.copy_files(folder, temp / "tokenizer")
-        match = compare(ours, their_logits(folder, model), model, "from transformers")
+        with plain_folder(source, temp) as plain:
+            match = compare(ours, their_logits(plain, model), model, "from transformers")
 
     notes: list[str] = []
+    if source.quantized:
+        notes.append(f"the weights of {folder} are quantized ({source.quantized}); those of {run} are "
+                     "dequantized, and to-hf writes them plain, in fp32 or bf16")
     if not tok:
         notes.append(f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need "
                      "one: import with --tokenizer")
@@ -145,7 +152,7 @@ def from_hf(
     if published_mtp > modules_ahead(model):
         notes.append("the folder has no weights for multi-token prediction, though config.json says "
                      f"{published_mtp}: the model has none (model.mtp none)")
-    notes += hf.unread_notes(open_safetensors_folder(folder).tensors, FAMILIES[family], model.layers)
+    notes += hf.unread_notes(source.files.tensors, source.family, model.layers)
     notes += dropout_notes(folder)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
@@ -214,23 +221,49 @@ def next_steps(run: Path, spec: str) -> dict[str, str]:
     }
 
 
+@contextlib.contextmanager
+def plain_folder(source: foreign.HFFolder, temp: Path) -> Iterator[Path]:
+    """Yield a folder for transformers with the weights of `source`: itself or, if it is quantized, a
+    dequantized copy in `temp` meanwhile.
+
+    transformers itself dequantizes fp8 only with other packages, and not in cut blocks.
+    """
+    plain = temp / "dequantized"
+    if not source.quantized or not has_transformers():
+        yield source.path
+        return
+    with storage_errors(plain, 0):
+        plain.mkdir()
+        write_json(plain / "config.json", hf_config.without_quantization(source.path / "config.json"))
+    write_dequantized(plain, source.files)
+    yield plain
+    remove(plain)
+
+
+def has_transformers() -> bool:
+    """Return whether transformers is installed."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 def import_weights(
-    family: str,
     cfg: Config,
-    found: dict[str, hf.StoredHFTensor],
+    source: foreign.HFFolder,
     *,
-    source: Path,
     tok: Tokenizer | None,
     checkpoints: Path,
     made: Tree | None,
 ) -> list[Tensor]:
-    """Save the weights `found` in `source` as step 0 and return our logits of the probes."""
-    model = cfg.model
+    """Save the weights of `source` as step 0 and return our logits of the probes."""
+    model, family, found = cfg.model, source.family.model_type, source.weights.tensors
     num_elements = sum(math.prod(tensor.shape) for tensor in found.values())
-    check_counts(model, num_tensors=len(found), num_elements=num_elements, where=str(source))
+    check_counts(model, num_tensors=len(found), num_elements=num_elements, where=str(source.path))
     pieces = weights_without_values(cfg, "fp32")
-    hf.check_folder(family, model, found, pieces)
-    index = foreign.open_hf_folder(source)
+    hf.check_folder(family, model, source.weights, pieces)
+    index = foreign.index_hf_folder(source)
     foreign.check_copies(index)
 
     def read(piece: hf.Piece) -> Tensor:
@@ -248,18 +281,10 @@ def import_weights(
         "torch": torch.__version__,
         "layout": asdict(Mesh.single().dims),
         "provenance": made or {},
-        "bos": has_start(tok),
+        "bos": begins_with_start(tok) if tok else None,
     }
     saved = store.read_stored_index(store.save(checkpoints, 0, pieces, meta, keep=1, read=read))
     return our_logits(cfg, "fp32", lambda boxes: load_part(saved, boxes))
-
-
-def has_start(tok: Tokenizer | None) -> bool | None:
-    """Return whether a run with this tokenizer begins documents with a start token, None if unknown."""
-    try:
-        return None if tok is None else start_token(tok, None) is not None
-    except ConfigError:  # the run has to choose with data.bos
-        return None
 
 
 def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:

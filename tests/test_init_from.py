@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from tokenizer_families import make_tokenizer
 
 from checkpoint.disk import store
-from checkpoint.origin import match_token_ids, parts_by_rows
+from checkpoint.origin import match_token_ids, parts_by_rows, with_tokenizer
+from checkpoint.systems.foreign import open_hf_folder
+from config import ConfigError
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from parallel.sharding.boxes import Box
@@ -491,7 +494,7 @@ def test_a_hugging_face_folder_is_taken_in_pieces_by_each_rank(pieces):
           "checkpoint__init_from": folder}
 
     told = trains(home, "direct", **of)
-    assert f"weights  from {folder} (step 0)" in told and "not known" in told
+    assert f"weights  from {folder} (step 0)" in told and "not known" not in told
     source, found = weights(imported), weights(home / "runs" / "direct")
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     for key, value in source.items():
@@ -515,12 +518,85 @@ def test_a_hugging_face_folder_is_taken_in_pieces_by_each_rank(pieces):
     assert f"{weight_file}: truncated" in refused(home, **of)
 
 
-def test_an_imported_model_is_taken_as_a_run_of_ours(pieces):
+@pytest.fixture(scope="module")
+def hf(pieces):
+    """A Hugging Face folder of the run of `a`; it has tokenizer.json, made of tokenizer.model, and both."""
+    code, told = program("-m", "scripts.convert", "to-hf", pieces / "runs" / "of-a", pieces / "hf")
+    assert code == 0, told
+    assert {"tokenizer.json", "tokenizer.model"} <= {path.name for path in (pieces / "hf").iterdir()}
+    return pieces / "hf"
+
+
+def test_data_of_another_tokenizer_than_that_of_a_hugging_face_folder_is_refused(pieces, hf):
+    """Data of either form of its tokenizer is taken; other data where it is stated."""
+    home, of = pieces, {"checkpoint__init_from": hf, "model__vocab_multiple": 128}
+    own = text(home, "hf-text", hf)
+    line = refused(home, **of, data__path=home / "b")
+    assert "data.tokenizer " in line and f"prepare the data with --tokenizer {hf}" in line, line
+    assert f"{CHANGES} data.tokenizer" in line, line
+    assert "data.bos false there and true here" in refused(home, **of, data__path=own, data__bos="true")
+    end = job(home, 2, words(home, "refused", {**of, "data__path": home / "b", "train__micro_batch": 1}))
+    assert end.codes == [2, 2] and "data.tokenizer " in end.errors()[0], end.logs
+
+    for number, data in enumerate((own, home / "a")):
+        told = trains(home, f"of-hf-{number}", **of, data__path=data)
+        assert "taken" in told and "not known" not in told and "warning" not in told, told
+    by_text = {**of, "data__path": home / "b", "checkpoint__init_changes": "data.tokenizer=text"}
+    assert "in part  2: embed.weight (" in trains(home, "by-text", **by_text)
+
+
+def test_where_files_of_a_folder_differ_the_end_of_documents_of_the_data_decides(hf, tmp_path):
+    """Published folders may name several; the data was prepared with one of them, by --eod."""
+    folder = tmp_path / "several"
+    shutil.copytree(hf, folder)
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**keys, "eos_token_id": 1}))
+    index = open_hf_folder(folder)
+    for end in ("1", "2"):
+        tok = tokenizer.load_tokenizer(folder, end)
+        assert with_tokenizer(index, tok).meta["tokenizer"] == tok.fingerprint
+    other = replace(tok, contract=replace(tok.contract, end=replace(tok.contract.end, id=999)))
+    with pytest.raises(ConfigError, match=f"^{folder}: its files name different tokens as the end"):
+        with_tokenizer(index, other)
+
+
+@pytest.mark.slow
+def test_a_hugging_face_folder_without_tokenizer_and_data_without_record_are_named(pieces, hf):
+    """The tokenizer of unrecorded data is what data.tokenizer says, which is compared all the same."""
+    home, bare = pieces, pieces / "bare"
+    shutil.copytree(hf, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    of = {"checkpoint__init_from": bare, "model__vocab_multiple": 128}
+    assert "their tokenizer is not known" in trains(home, "of-bare", **of, data__path=home / "b")
+
+    for suffix in ("bin", "idx"):
+        shutil.copyfile(f"{home / 'b'}.{suffix}", f"{home / 'unnamed'}.{suffix}")
+    of = {**of, "checkpoint__init_from": hf, "data__path": home / "unnamed"}
+    told = trains(home, "of-unnamed", **of, data__tokenizer=hf)
+    (line,) = [line for line in told.splitlines() if "warning" in line]
+    assert "unnamed does not record which tokenizer made it" in line and "nothing confirms it" in line
+    assert "data.tokenizer " in refused(home, **of, data__tokenizer=home / "b.model")
+
+
+@pytest.mark.slow
+def test_files_beside_the_tokenizer_of_a_hugging_face_folder_go_into_the_export(pieces, hf):
+    """Its chat template, though the data was prepared before it was there."""
+    home, folder = pieces, pieces / "with-template"
+    own = text(home, "own-text", hf)
+    shutil.copytree(hf, folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    of = {"checkpoint__init_from": folder, "model__vocab_multiple": 128, "data__path": own}
+    trains(home, "of-template", **of)
+    code, told = program("-m", "scripts.convert", "to-hf", home / "runs" / "of-template", home / "out")
+    assert code == 0, told
+    assert (home / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    ids = [tokenizer.load_tokenizer(each).fingerprint for each in (folder, home / "out")]
+    assert ids[0] == ids[1]
+
+
+def test_an_imported_model_is_taken_as_a_run_of_ours(pieces, hf):
     """Out and in again: its function and its tokenizer are known, and asked for as those of a run of ours."""
     home, imported = pieces, pieces / "runs" / "imported"
-    code, told = program("-m", "scripts.convert", "to-hf", home / "runs" / "of-a", home / "hf")
-    assert code == 0, told
-    code, told = program("-m", "scripts.convert", "from-hf", home / "hf", imported)
+    code, told = program("-m", "scripts.convert", "from-hf", hf, imported)
     assert code == 0, told
 
     own = text(home, "imported-text", imported / "tokenizer")

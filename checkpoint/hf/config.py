@@ -25,7 +25,8 @@ from config.reading.function import written
 from config.tree import value_at
 
 TEXT = "text_config"
-COPIED_KEYS = ("quantization_config", "tie_word_embeddings")  # also taken from outside the text part
+QUANTIZATION = "quantization_config"
+COPIED_KEYS = (QUANTIZATION, "tie_word_embeddings")  # also taken from outside the text part
 BESIDE_TEXT = (  # keys that do not concern the text part, or are taken along
     TEXT, *COPIED_KEYS, "vision_config", "image_token_id", "image_token_index", "video_token_id",
     "vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index",
@@ -73,6 +74,16 @@ def read_keys(path: Path) -> Tree:
                               f"unknown for a {model_type}")
     beside = {key: tree[key] for key in COPIED_KEYS if key in tree}
     return {"model_type": WRAPPERS[model_type], **text, **beside}
+
+
+def without_quantization(path: Path) -> Tree:
+    """Return the keys of a config.json without quantization_config, also of its text part. Raises
+    ConfigError."""
+    tree = read_json(path)
+    for part in (tree, tree.get(TEXT)):
+        if isinstance(part, dict):
+            part.pop(QUANTIZATION, None)
+    return tree
 
 
 def read_json(path: Path) -> Tree:

@@ -11,13 +11,15 @@ layouts).
 """
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from checkpoint.disk.tensors_by_name import NamedTensors, TensorInfo
+from checkpoint.disk.files import TensorTable, header_bytes, raw_bytes, storage_errors
+from checkpoint.disk.tensors_by_name import SAFETENSORS_DTYPES, SINGLE_NAME, NamedTensors, TensorInfo
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box
 
@@ -45,7 +47,7 @@ def dequantized(tensors: NamedTensors, quantization: Tree, where: Path) -> Named
     `quantization` is quantization_config of config.json, whose path is `where`. Raises ConfigError naming the
     file and the unsupported setting, or the folder and the tensor whose scale is missing or does not fit.
     """
-    method = quantization.get("quant_method")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if not isinstance(method, str) or method not in METHODS:
         raise ConfigError(f"{where}: quantization_config.quant_method: {method!r} is not read; "
                           f"these are: {', '.join(METHODS)}")
@@ -84,6 +86,24 @@ def split_into_pieces(box: Box, dims: Sequence[int]) -> list[Box]:
     first = Box(box.key, box.shape, box.start, sizes[0])
     rest = Box(box.key, box.shape, tuple(start), sizes[1])
     return split_into_pieces(first, dims) + split_into_pieces(rest, dims)
+
+
+def write_dequantized(folder: Path, tensors: NamedTensors) -> None:
+    """Write all tensors as they are read, piece by piece, into one safetensors file of `folder`. Raises
+    StorageError."""
+    names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+    table: TensorTable = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, info in tensors.tensors.items():
+        begin, end = end, end + prod(info.shape) * info.dtype.itemsize
+        table[name] = {"dtype": names[info.dtype], "shape": info.shape, "data_offsets": [begin, end]}
+    path = folder / SINGLE_NAME
+    with storage_errors(path, end), open(path, "xb") as file:
+        file.write(header_bytes(table))
+        for name, info in tensors.tensors.items():
+            # split by the first dims first, so that pieces follow each other in the file
+            for piece in split_into_pieces(Box.whole(name, info.shape), range(len(info.shape))):
+                file.write(raw_bytes(tensors.read_box(piece)).data)
 
 
 # ---- fp8 ---------------------------------------------------------------------------------------------------

@@ -6,17 +6,15 @@ families stack several of ours in one tensor, in groups of rows, transposed, or 
 checkpoint/systems/foreign.py reads them. No pickle is opened.
 """
 import json
-import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.disk.files import (
@@ -28,7 +26,7 @@ from checkpoint.disk.files import (
     storage_errors,
     write_file,
 )
-from checkpoint.disk.tensors_by_name import weight_files
+from checkpoint.disk.tensors_by_name import NamedTensors, TensorInfo
 from checkpoint.hf.families.family import LAYER, Arrangement, Family
 from checkpoint.hf.families.table import BESIDE_TEXT, FAMILIES, text_names
 from config import ConfigError, ModelConfig, layer_model, layer_models, mup_score_scale, mup_width_ratio
@@ -43,7 +41,7 @@ VOCAB_KEYS = ("embed.weight", "head.weight")  # ours are padded: [padded vocab, 
 # buffers in old files, which are not weights
 BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 NORM_WEIGHT = re.compile(r"(?<!\.attn\.)norm(_after)?\.weight$")  # except that of a state's output
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; version 5's is ten times larger
 MAX_NAMED = 4  # differences named in an error; the rest are only counted
 
@@ -125,41 +123,6 @@ def above_theirs(family: Family, key: str) -> float:
 
 # ---- reading -----------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class StoredHFTensor:
-    """A tensor on disk."""
-    file: Path
-    name: str  # in the file: without the prefix that stored_tensors may add
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors writes it: F32, BF16, ...
-
-
-def stored_tensors(
-    folder: Path, model_type: str, layers: float = math.inf
-) -> dict[str, StoredHFTensor]:
-    """Return {full name: StoredHFTensor} of a folder's safetensors files, reading only headers. `layers` is
-    the model's number of layers, if known.
-
-    Raises ConfigError naming the file.
-    """
-    found: dict[str, StoredHFTensor] = {}
-    for file in weight_files(Path(folder)):
-        with open_safetensors(file) as reader:
-            for name in reader.keys():
-                view = reader.get_slice(name)
-                if name in found:
-                    raise ConfigError(f"{file}: {name} stands in {found[name].file.name} already")
-                found[name] = StoredHFTensor(file, name, tuple(view.get_shape()), view.get_dtype())
-
-    found = {text: found[name] for text, name in text_names(found).items()}
-    # The hub's gpt2, and base models without a head, are saved without the prefix.
-    prefix = FAMILIES[model_type].prefix
-    if not any(name.startswith(prefix) for name in found):
-        found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
-    family = FAMILIES[model_type]
-    return {name: stored for name, stored in found.items() if is_weight(name, family, layers)}
-
-
 def is_weight(name: str, family: Family, layers: float) -> bool:
     """Return whether a tensor, under its full name, is one that is read. `layers` is the model's number of
     layers."""
@@ -185,17 +148,6 @@ def unread_notes(names: Collection[str], family: Family, layers: int) -> list[st
     ]
 
 
-def open_safetensors(file: Path) -> safe_open:
-    """Open the file and read its header. Raises ConfigError naming it."""
-    try:
-        return safe_open(file, "pt")
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: missing, though the index names it; download it again") from None
-    except (SafetensorError, OSError) as error:
-        why = f"truncated, or not a safetensors file ({error})"
-        raise ConfigError(f"{file}: {why}; download it again") from None
-
-
 def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
     """Return the model that the tensors belong to, regardless of what config.json says or omits.
 
@@ -207,23 +159,25 @@ def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
 
 
 def check_folder(
-    model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]
+    model_type: str, model: ModelConfig, found: NamedTensors, pieces: list[Piece]
 ) -> None:
     """Raise ConfigError listing every tensor that is missing, not a weight of this model, or of another shape
     or dtype.
 
-    `found` comes from stored_tensors. `pieces` are whole tensors under our keys; they need no values.
+    `found` has the names of the whole model. `pieces` are whole tensors under our keys; they need no values.
     """
-    found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
     every = hf_tensors(model_type, model, pieces) + constants(model_type, model)
     wanted = {tensor.name: tensor for tensor in every}
-    check_names_and_shapes(model_type, wanted, FAMILIES[model_type].copies(model), found)
+    wrong = get_differences(model_type, wanted, FAMILIES[model_type].copies(model), found.tensors)
+    if wrong:
+        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise ConfigError(f"{found.where}: {'; '.join(wrong[:MAX_NAMED])}{more}")
 
 
-def check_names_and_shapes(
-    model_type: str, wanted: dict[str, HFTensor], copies: Iterable[str], found: dict[str, StoredHFTensor]
-) -> None:
-    """Raise ConfigError listing every difference between wanted and found tensors."""
+def get_differences(
+    model_type: str, wanted: dict[str, HFTensor], copies: Collection[str], found: dict[str, TensorInfo]
+) -> list[str]:
+    """Return every difference between wanted and found tensors, in words."""
     wrong = [f"{name} is missing" for name in wanted if name not in found]
     for name in found:
         if name not in wanted and name not in copies:
@@ -232,14 +186,10 @@ def check_names_and_shapes(
         if name in found and found[name].shape != tensor.shape:
             shapes = f"{list(found[name].shape)}, config.json implies {list(tensor.shape)}"
             wrong.append(f"{name} has shape {shapes}")
-    for name, stored in found.items():
-        if stored.dtype not in FLOATS:
-            wrong.append(f"{name} is {stored.dtype}, only {', '.join(FLOATS)} are read")
-
-    if wrong:
-        where = next(iter(found.values())).file.parent if found else model_type
-        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
-        raise ConfigError(f"{where}: {'; '.join(wrong[:MAX_NAMED])}{more}")
+    floats = ", ".join(map(str, FLOATS))
+    wrong += [f"{name} is {stored.dtype}, only {floats} are read" for name, stored in found.items()
+              if stored.dtype not in FLOATS]
+    return wrong
 
 
 def stack_of_parts(parts: list[Tensor], tensor: HFTensor) -> Tensor:

@@ -30,7 +30,6 @@ from model.mamba import MambaConfig
 from model.router import has_experts
 from parallel.sharding.boxes import Box
 
-QUANTIZATION = "quantization_config"
 OF_MIXTURES = ("router", "experts", "shared", "shared_gate")  # MLP tensors of mixtures
 NUMBER = re.compile(r"\\\{(layer|expert)\\\}")  # in an escaped name of Family.tensors
 
@@ -64,6 +63,21 @@ class ForeignIndex(StoredIndex):
     places: dict[str, WeightPlace]
     sealed: str = ""
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFFolder:
+    """A Hugging Face folder, dequantized.
+
+    `files` has its tensors under the names in its files. `weights` has those of the model, under the names of
+    the whole model. `quantized` is the method of quantization, "" if there is none.
+    """
+    path: Path
+    family: Family
+    model: ModelConfig  # as config.json describes it
+    files: NamedTensors
+    weights: NamedTensors
+    quantized: str
 
 
 @dataclass(frozen=True)
@@ -156,16 +170,36 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
 
     Raises ConfigError naming the file, and the tensor that is unknown, duplicated or of an unexpected shape.
     """
+    return index_hf_folder(read_hf_folder(folder))
+
+
+def index_hf_folder(folder: HFFolder) -> ForeignIndex:
+    """Index a Hugging Face folder under our names. Raises the errors of foreign_index."""
+    model = hf.tie_embeddings(folder.model, folder.weights.tensors)
+    notes = tuple(hf.unread_notes(folder.files.tensors, folder.family, model.layers))
+    return foreign_index(folder.path, folder.family, model, folder.weights, notes)
+
+
+def read_hf_folder(folder: Path) -> HFFolder:
+    """Read config.json and the headers of a Hugging Face folder.
+
+    Raises ConfigError naming the file, and what is not supported or damaged.
+    """
     path = folder / "config.json"
-    quantization = hf_config.read_keys(path).get(QUANTIZATION)
-    model_type, model = hf_config.read_hf_config(folder, but=(QUANTIZATION,))
+    quantization = hf_config.read_keys(path).get(hf_config.QUANTIZATION)
+    model_type, model = hf_config.read_hf_config(folder, but=(hf_config.QUANTIZATION,))
     family = FAMILIES[model_type]
-    tensors = open_safetensors_folder(folder)
+    files = open_safetensors_folder(folder)
     if quantization is not None:
-        tensors = dequantized(tensors, quantization, path)
-    notes = tuple(hf.unread_notes(tensors.tensors, family, model.layers))
-    tensors = with_full_names(tensors, family, model)
-    return foreign_index(folder, family, hf.tie_embeddings(model, tensors.tensors), tensors, notes)
+        files = dequantized(files, quantization, path)
+    return HFFolder(
+        path=folder,
+        family=family,
+        model=model,
+        files=files,
+        weights=with_full_names(files, family, model),
+        quantized=quantization["quant_method"] if quantization is not None else "",
+    )
 
 
 def foreign_index(
@@ -225,8 +259,9 @@ def foreign_index(
 
 
 def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -> NamedTensors:
-    """Return the tensors under the names of the whole model, without buffers. See hf.stored_tensors."""
+    """Return the tensors under the names of the whole model, without buffers."""
     names = text_names(tensors.tensors)
+    # the hub's gpt2, and base models without a head, are saved without the prefix
     bare = not any(name.startswith(family.prefix) for name in names)
     stored = {
         text if text == hf.HEAD or not bare else family.prefix + text: name for text, name in names.items()

@@ -3,7 +3,9 @@
 A recipe's model is trained for a few steps at doubling widths, once in the standard parametrization and once
 with model.mup.base set to the smallest width. Everything that may scales with the width (number of heads and
 what several heads share, MLPs, the ranks of latent attention); the size of a head and of its state, depth,
-vocabulary, batch and learning rate are fixed. This applies to the mixers of all kinds of blocks.
+vocabulary, batch and learning rate are fixed. This applies to the mixers of all kinds of blocks. The layers
+are the recipe's first ones, as many as have every kind of block (model.pattern), or one of each kind if those
+are more than MAX_LAYERS.
 
 On one batch the check measures the mean |coordinate| of each kind of activation and the mean |change| of its
 coordinates since the start, and fits the exponents of their growth with the width in log space. Under muP no
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 import config
 from build import build_run
 from config import ChannelMixer, Config, ConfigError, MupConfig, NoPart, TokenMixer, layer_kinds
-from config.pattern import BlockVariant
+from config.pattern import BlockVariant, pattern_text
 from config.plots import INK, new_figure, save_figure, set_open_frame, set_title
 from config.reading import resolve
 from config.reading.suggestions import check_rules
@@ -58,7 +60,8 @@ FIXED = {  # mixer sizes that do not depend on the width
     "state": HEAD_DIM,
 }
 RANKS = ("kv_rank", "q_rank")  # mixer sizes that scale with the width, in addition to the heads
-LAYERS = 2  # at least, so that all kinds of blocks occur
+LAYERS = 2  # at least
+MAX_LAYERS = 8  # beyond, one of each kind of block
 VOCAB = 32
 STEPS = 8  # enough that the initial head weights, which see less of each update, matter little
 BATCH = 8
@@ -113,12 +116,16 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
         return replace(variant, changes=(*others, ("mixer", widened_mixer(mixer))))
 
     kinds = layer_kinds(model)
+    kinds = kinds[:max(LAYERS, *(kinds.index(kind) + 1 for kind in kinds))]
+    if len(kinds) > MAX_LAYERS:
+        kinds = tuple(dict.fromkeys(kinds))
     blocks = tuple(widened_variant(variant) for variant in model.blocks)
     widened_model = with_fitting_longrope(replace(
         with_mlps(replace(model, blocks=blocks), widened_mlp),
         hidden=width,
         mixer=widened_mixer(model.mixer),
-        layers=max(LAYERS, *(kinds.index(kind) + 1 for kind in kinds)),
+        layers=len(kinds),
+        pattern=pattern_text(kinds),
         vocab=VOCAB,
         vocab_multiple=32,
         context=SEQ_LEN,
@@ -320,9 +327,9 @@ def check(
     wrong = verdict(found["standard"], found["muP"])
     title = overrides.title(name)
     if as_json:
-        print_json(title, widths, found, wrong)
+        print_json(title, cells[0], widths, found, wrong=wrong)
     else:
-        print_tables(title, widths, found, wrong=wrong, optimizer=cfg.optim.name)
+        print_tables(title, cells[0], widths, found, wrong=wrong)
 
     if out is not None:
         try:
@@ -333,9 +340,13 @@ def check(
     return 1 if wrong else 0
 
 
-def print_json(name: str, widths: tuple[int, ...], found: dict[str, list[Row]], wrong: list[str]) -> None:
+def print_json(
+    name: str, cfg: Config, widths: tuple[int, ...], found: dict[str, list[Row]], *, wrong: list[str]
+) -> None:
     summary = {
         "name": name,
+        "layers": cfg.model.layers,
+        "pattern": cfg.model.pattern,
         "widths": widths,
         "steps": STEPS,
         "rate": LEARNING_RATE,
@@ -349,11 +360,13 @@ def print_json(name: str, widths: tuple[int, ...], found: dict[str, list[Row]], 
 
 
 def print_tables(
-    name: str, widths: tuple[int, ...], found: dict[str, list[Row]], wrong: list[str], optimizer: str
+    name: str, cfg: Config, widths: tuple[int, ...], found: dict[str, list[Row]], *, wrong: list[str]
 ) -> None:
+    pattern = f" ({cfg.model.pattern})" if cfg.model.pattern else ""
     print(
-        f"{name}: {STEPS} steps of {optimizer}, rate {LEARNING_RATE:g}, fp32, head_dim {HEAD_DIM}; "
-        f"mean |coordinate| and its mean |change| after step {STEPS}"
+        f"{name}: {cfg.model.layers} layers{pattern}, {STEPS} steps of {cfg.optim.name}, rate "
+        f"{LEARNING_RATE:g}, fp32, head_dim {HEAD_DIM}; mean |coordinate| and its mean |change| after step "
+        f"{STEPS}"
     )
     for title, of_title in found.items():
         full_title = f"{title} (mup_base {widths[0]})" if title == "muP" else title

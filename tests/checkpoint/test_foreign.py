@@ -33,7 +33,7 @@ def generation_folder(folder, model_type):
     (folder / "config.json").write_text(json.dumps(keys))
     write_random_weights(folder, model_type, model, random.Random(model_type))
     _, pieces = weights_only(Config(model=model), torch.device("cpu"), "fp32")
-    found = hf.stored_tensors(folder, model_type)
+    found = whole_folder.stored_tensors(folder, model_type)
     whole_folder.read_weights(model_type, model, found, pieces)
     return pieces
 
@@ -69,7 +69,7 @@ def test_another_value_of_a_constant_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=rf"^{name} is 0\.75, and only 0\.5 is supported$"):
         foreign.open_hf_folder(tmp_path)
     model_type, model = hf_config.read_hf_config(tmp_path)
-    found = hf.stored_tensors(tmp_path, model_type)
+    found = whole_folder.stored_tensors(tmp_path, model_type)
     with pytest.raises(ConfigError, match=rf"^{name} is 0\.75, and only 0\.5 is supported$"):
         _, pieces = weights_only(Config(model=model), torch.device("cpu"), "fp32")
         whole_folder.read_weights(model_type, model, found, pieces)

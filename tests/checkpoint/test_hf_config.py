@@ -176,6 +176,22 @@ PUBLISHED = {  # as they lie on the hub: in keys of their own, beside keys that 
             "kda_layers": [layer for layer in range(1, 27) if layer % 4], "short_conv_kernel_size": 4,
         },
     },
+    "step3.7-flash": {
+        **STEP, "hidden_size": 4096, "intermediate_size": 11264, "num_hidden_layers": 45,
+        "num_nextn_predict_layers": 3, "vocab_size": 128896, "num_attention_heads": 64,
+        "num_attention_groups": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+        "moe_num_experts": 288, "moe_top_k": 8, "moe_intermediate_size": 1280, "share_expert_dim": 1280,
+        "moe_layers_enum": ",".join(map(str, range(3, 45))), "sliding_window": 512,
+        "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
+        "attention_other_setting": {
+            "attention_type": "sliding_attention", "num_attention_heads": 96, "num_attention_groups": 8,
+            "head_dim": 128, "true_head_dim": 128,
+        },
+        "rope_theta": [5e6, 1e4, 1e4, 1e4] * 12, "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+        "rope_scaling": {**STEP["rope_scaling"], "original_max_position_embeddings": 131072},
+        "swiglu_limits": [*[0.0] * 43, 7, 7, *[0.0] * 3],
+        "swiglu_limits_shared": [*[0.0] * 43, 16, 16, *[0.0] * 3], "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 

@@ -4,33 +4,60 @@ this.
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from checkpoint.hf.families.table import FAMILIES
+from checkpoint.disk.files import TORCH
+from checkpoint.disk.tensors_by_name import NamedTensors, TensorInfo, weight_files
+from checkpoint.hf.families.table import FAMILIES, text_names
 from checkpoint.hf.tensors import (
     HEAD,
     SHARD_BYTES,
     HFTensor,
     Piece,
-    StoredHFTensor,
     check_constant,
     check_folder,
     constants,
     divide_into_files,
     hf_tensors,
-    open_safetensors,
+    is_weight,
     write_index,
     write_tensors,
 )
 from config import ConfigError, ModelConfig
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor on disk, under its name in the file."""
+    file: Path
+    name: str
+    info: TensorInfo
+
+
+def stored_tensors(folder: Path, family: str, layers: float = float("inf")) -> dict[str, StoredTensor]:
+    """{name in the whole model: StoredTensor}. layers: those of the model, if known."""
+    found: dict[str, StoredTensor] = {}
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as reader:
+            for name in reader.keys():
+                view = reader.get_slice(name)
+                info = TensorInfo(tuple(view.get_shape()), TORCH[view.get_dtype()])
+                found[name] = StoredTensor(file, name, info)
+    found = {text: found[name] for text, name in text_names(found).items()}
+    prefix = FAMILIES[family].prefix
+    if not any(name.startswith(prefix) for name in found):
+        found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
+    return {name: stored for name, stored in found.items() if is_weight(name, FAMILIES[family], layers)}
+
+
 @torch.no_grad()
 def read_weights(
-    model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]
+    model_type: str, model: ModelConfig, found: dict[str, StoredTensor], pieces: list[Piece]
 ) -> None:
     """Fills `pieces`: whole tensors under our keys. found: what stored_tensors returned.
 
@@ -38,8 +65,9 @@ def read_weights(
     another shape or dtype, before any is read; and ConfigError if a tensor that is stored twice has two
     values.
     """
-    check_folder(model_type, model, found, pieces)
     found = {FAMILIES[model_type].usual_name(name, model): stored for name, stored in found.items()}
+    infos = {name: stored.info for name, stored in found.items()}
+    check_folder(model_type, model, NamedTensors(Path("folder"), infos, lambda _: torch.empty(0)), pieces)
     every = hf_tensors(model_type, model, pieces) + constants(model_type, model)
     wanted = {tensor.name: tensor for tensor in every}
     copies = FAMILIES[model_type].copies(model)
@@ -48,7 +76,7 @@ def read_weights(
     for name, stored in found.items():
         names_in[stored.file].append(name)
     for file, names in names_in.items():  # one file is mapped at a time
-        with open_safetensors(file) as reader:
+        with safe_open(file, "pt") as reader:
             for name in names:
                 if name in wanted:
                     copy_to_parts(reader.get_tensor(found[name].name), wanted[name])
@@ -81,9 +109,9 @@ def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
                 part.add_(tensor.above)
 
 
-def check_copy(name: str, stored: StoredHFTensor, key: str, original: Tensor) -> None:
+def check_copy(name: str, stored: StoredTensor, key: str, original: Tensor) -> None:
     """Raises ConfigError if a tensor that is stored a second time differs from the original, our `key`."""
-    with open_safetensors(stored.file) as reader:
+    with safe_open(stored.file, "pt") as reader:
         copy: Tensor = reader.get_tensor(stored.name)
     if copy.shape == original.shape and torch.equal(copy.to(original.dtype), original):
         return

@@ -72,6 +72,8 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "apertus-8b": 8_053_338_176,
     "laguna-xs": 33_442_617_088 - 39 * 256,
     "phi4-mini-3.8b": 3_836_021_760,
+    # of the 754 tensors of its text model in GGUF, without rotary factors and the routers' biases
+    "step3.7-flash": 196_956_130_432 - 64 - 42 * 288,
     # of the folders, without router biases, the module ahead and its copies of the tables
     "glm4.5": 358_337_791_296 - 90 * 160 - 3_988_069_632 - 1_551_892_480,
     "glm4.5-air": 110_468_824_832 - 46 * 128 - 2_375_059_456 - 1_241_513_984,
@@ -120,6 +122,7 @@ ACTIVE = {
     "laguna-xs": 3e9,
     "mimo-v2-flash": 15e9,
     "mistral-small-4": 6.5e9,
+    "step3.7-flash": 11e9,
 }
 LAYOUTS = [
     {},

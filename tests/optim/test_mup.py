@@ -262,6 +262,28 @@ def test_coordinates_of_a_pattern_stay():
     assert {"attention", "state"} <= {row.kind for row in found[1]}
 
 
+def test_a_full_recipe_is_shortened_to_its_kinds_of_blocks(monkeypatch, capsys):
+    """The pattern of LFM2 does not repeat: three of its 16 layers have a convolution and attention."""
+    assert not coord.config.reading.resolve("lfm2-1.2b", None, []).model.pattern.endswith("...")
+    monkeypatch.setattr(coord, "WIDTHS", WIDTHS)
+    assert coord.check("lfm2-1.2b") == 0
+    assert "lfm2-1.2b: 3 layers (2 conv, block...), 8 steps" in capsys.readouterr().out
+    monkeypatch.setattr(coord, "WIDTHS", (64, 128))
+    coord.check("lfm2-1.2b", as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert (said["layers"], said["pattern"]) == (3, "2 conv, block...")
+    assert {"attention", "state"} <= {row["kind"] for row in said["muP"]}
+
+
+def test_every_recipe_keeps_its_kinds_of_blocks():
+    for name in coord.config.reading.presets():
+        cfg = coord.config.reading.resolve(name, None, [])
+        kinds, found = coord.config.layer_kinds(cfg.model), coord.widened(cfg, 64, True, 64).model
+        kept = coord.config.layer_kinds(found)
+        assert {*kept} == {*kinds} and len(kept) <= 8, name
+        assert kept in (kinds[:len(kept)], tuple(dict.fromkeys(kinds))), name
+
+
 @pytest.mark.slow
 def test_gates_that_take_a_rank_for_a_width_are_seen(monkeypatch):
     """Kimi's low-rank matrices as if they were between hidden features: what the gates learn vanishes."""

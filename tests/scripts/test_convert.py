@@ -5,6 +5,7 @@ The shapes are odd on purpose: 3 key/value heads, 9 heads, a head_dim that is no
 of odd sizes, positions beyond the original context, windows shorter than the sequence.
 """
 
+import itertools
 import json
 import math
 import os
@@ -903,6 +904,119 @@ def test_kimi_is_compared_with_the_code_of_deepseek(transformers, tmp_path, caps
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
+def in_fp8(name, weight):
+    """A matrix of a layer as DeepSeek-V3 ships it: blocks of 128 x 128 over 448, and what they stand for."""
+    blocks = [-(-size // 128) for size in weight.shape]
+    quantized, plain = torch.empty_like(weight, dtype=E4M3), torch.empty_like(weight)
+    scales = torch.empty(blocks)
+    for row, column in itertools.product(*map(range, blocks)):
+        block = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+        scales[row, column] = weight[block].abs().max() / 448
+        quantized[block] = (weight[block] / scales[row, column]).to(E4M3)
+        plain[block] = quantized[block].float() * scales[row, column]
+    return {name: quantized, f"{name}_scale_inv": scales}, plain
+
+
+def in_mxfp4(name, weight):
+    """Experts as gpt-oss ships them, [experts, columns, rows], with random bits, and what they stand for."""
+    integration = pytest.importorskip("transformers.integrations.mxfp4")
+    experts, columns, rows = weight.shape
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+    scales = torch.randint(120, 126, blocks.shape[:3], dtype=torch.uint8)
+    plain = integration.convert_moe_packed_tensors(blocks, scales)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, plain
+
+
+E4M3 = torch.float8_e4m3fn
+SHIPPED = {  # family, its settings, quantization_config, which tensors are quantized, and how
+    "fp8": (
+        "DeepseekV3",
+        {**CASES["deepseek-v3"][1], "hidden_size": 144, "intermediate_size": 260, "kv_lora_rank": 130},
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        r".*_proj\S*\.weight", in_fp8,
+    ),
+    "mxfp4": (
+        "GptOss",
+        {**CASES["gpt-oss"][1], "hidden_size": 64, "intermediate_size": 32},
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        r".*\.experts\.\w+_proj", in_mxfp4,
+    ),
+}
+
+
+@pytest.mark.slow(core=["mxfp4"])
+@pytest.mark.parametrize("method", SHIPPED)
+def test_quantized_weights_are_dequantized(transformers, tmp_path, capsys, method):
+    """As DeepSeek-V3 and gpt-oss are published: the run and its logits are those of the plain folder."""
+    family, settings, quantization, names, quantize = SHIPPED[method]
+    their_model(transformers, family, settings).bfloat16().save_pretrained(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "hf")
+    edit(quantization_config=quantization)(tmp_path / "hf")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    stored = dict(tensors)
+    for name in [name for name in tensors if re.fullmatch(names, name)]:
+        parts, tensors[name] = quantize(name, stored.pop(name).float())
+        stored |= parts
+    assert len(stored) >= len(tensors) + 4
+    for folder, values in (("plain", tensors), ("hf", stored)):
+        values = {name: value.contiguous() for name, value in values.items()}
+        save_file(values, tmp_path / folder / "model.safetensors", {"format": "pt"})
+
+    reports = []
+    for folder in ("plain", "hf"):
+        out = converted(capsys, "from-hf", tmp_path / folder, tmp_path / f"run-{folder}", "--json")
+        reports.append(json.loads(out))
+    plain, quantized = reports
+    assert quantized["logits"] == plain["logits"]
+    assert quantized["logits"]["against"].startswith("transformers")
+    assert plain["tensors"] == quantized["tensors"] == len(tensors)
+    (note,) = set(quantized["notes"]) - {note.replace("plain", "hf") for note in plain["notes"]}
+    assert f"are quantized ({method})" in note and "fp32 or bf16" in note
+    ours, theirs = (
+        weights(tmp_path / f"run-{folder}" / "checkpoints" / "step_00000000") for folder in ("hf", "plain")
+    )
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert {path.name for path in (tmp_path / "run-hf").iterdir()} == {"checkpoints", "config.yaml"}
+
+    converted(capsys, "to-hf", tmp_path / "run-hf", tmp_path / "out", "--dtype", "bf16")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == tensors.keys()
+    assert all(torch.equal(out[name].bfloat16(), tensors[name].bfloat16()) for name in out)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
+def test_memory_for_quantized_weights_is_that_of_a_layer(alone, tmp_path, capsys):
+    """Not that of the dequantized model, which has four times the bytes."""
+    hidden, inner, vocab = 512, 2048, 500
+    keys = {**ROPE, "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "head_dim": 64,
+            "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": vocab,
+            "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
+            "quantization_config": SHIPPED["fp8"][2]}
+    shapes = dict.fromkeys(("q", "k", "v", "o"), (hidden, hidden))
+    tensors = {"model.norm.weight": torch.ones(hidden)}
+    tensors["model.embed_tokens.weight"] = torch.ones(vocab, hidden)
+    for layer in range(keys["num_hidden_layers"]):
+        front = f"model.layers.{layer}"
+        names = {f"{front}.self_attn.{name}_proj.weight": shape for name, shape in shapes.items()}
+        names |= {f"{front}.mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        names[f"{front}.mlp.down_proj.weight"] = (hidden, inner)
+        for name, shape in names.items():
+            tensors[name] = torch.ones(shape).to(E4M3)
+            tensors[f"{name}_scale_inv"] = torch.full([size // 128 for size in shape], 0.01)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{front}.{name}.weight"] = torch.ones(hidden)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(keys))
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    del tensors
+    stored = (tmp_path / "hf" / "model.safetensors").stat().st_size
+    assert stored > 100e6
+    grown = peak_growth(lambda: run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run"))
+    assert (tmp_path / "run").is_dir() and grown < stored, grown / stored
+
+
 def test_gpt2_as_the_hub_has_it_is_imported(transformers, tmp_path, capsys):
     """The hub's gpt2 has no `transformer.` prefix and carries its causal masks."""
     theirs = their_model(transformers, *CASES["gpt2"])
@@ -1346,6 +1460,8 @@ def cut(folder):
         (edit(model_type=None), "config.json: model_type None is not supported"),
         (edit(num_attention_heads=7), "kv_heads: 2 does not divide model.mixer.heads=7"),
         (edit(hidden_act="relu"), "hidden_act"),
+        (edit(quantization_config={"quant_method": "gptq"}), "quant_method: 'gptq' is not read"),
+        (edit(quantization_config=[8]), "quant_method: [8] is not read"),
         (cut, "truncated"),
         (edit(hidden_size=24), "has shape"),
         (edit(num_hidden_layers=3), "model.layers.2"),
