@@ -236,7 +236,7 @@ def test_what_triton_runs_where_no_library_has_it(small_blocks, capfd):
 @pytest.mark.parametrize("name", MASKS)
 def test_the_largest_score_is_that_of_all_scores(monkeypatch, name, form, chunk):
     """Of those that the mask shows, in chunks of one query, of some and of all."""
-    monkeypatch.setattr("kernels.largest_score.CHUNK_SCORES", chunk)
+    monkeypatch.setattr("kernels.largest_score.CHUNK_SCORES", {"cpu": chunk})
     (q, k, _, _), _, mask = draw(name)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)).detach()
     scores = scores * FORMS[form].get("scale", 6**-0.5)
