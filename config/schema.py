@@ -225,6 +225,8 @@ class OptimConfig:
     beta1: BelowOne = 0.9  # decay of the first moment
     beta2: BelowOne = 0.95  # decay of the second moment
     momentum: BelowOne = 0.95  # decay of the momentum, for optimizers that have one instead of beta1
+    orthogonalize: Literal["newton-schulz", "polar-express"] = "newton-schulz"  # of a matrix: one polynomial
+    #   five times, or the best five (arXiv 2505.16932)
     eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled weight decay of matrices; norms and biases have none
     groups: str | None = None  # rates of some parameters, by role or by pattern of names, separated by ";":
