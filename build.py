@@ -197,7 +197,7 @@ def build_run(
         loader=data,
         buckets=made.buckets,
         optim=optimizer_class(cfg.optim.name)(cfg.optim, made.buckets, mesh),
-        learning_rate=partial(learning_rate_of_run, get_rate_schedules(phases, steps)),
+        learning_rate=partial(learning_rate_of_run, phases, get_rate_schedules(phases, steps)),
         schedules=ops,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),

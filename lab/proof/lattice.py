@@ -113,6 +113,8 @@ BUNDLES: dict[str, Values] = {
         "train.unproven": True,
         "optim.min_lr": 1e-5,
         "optim.decay_steps": 12,
+        "optim.lr_rule": "sqrt",
+        "optim.base_batch": 3,
         "optim.beta1": 0.8,
         "optim.beta2": 0.9,
         "optim.momentum": 0.8,

@@ -32,6 +32,7 @@ CASES = (
     ({"loss_scale": 1024.0, "loss_scale_window": 100}, "--train.dtype bf16", "--train.dtype fp16", 1),
     ({"min_lr": 1e-5}, "--optim.decay constant", "--optim.decay linear", 1),
     ({"decay_fraction": 0.5}, "--optim.decay linear", "--optim.decay wsd", 1),
+    ({"base_batch": 2}, "", "--optim.lr_rule sqrt", 1),
     ({"spike_window": 4}, "", "--optim.spike_sigma 1e-3", 1),
     ({"spike_rewinds": 1}, "--optim.spike_sigma 1e9", "--optim.spike_sigma 1e9 --optim.spike_rewind 9", 1),
     ({"momentum": 0.5}, "--optim.name lion", "--optim.name lars", 1),
@@ -88,7 +89,8 @@ READ = {
 # of the keys that config/reading/rules.py or build.py refuses where they do nothing, for any world size and
 # in every program: settings with which they do
 RULED = {
-    "train.fp8": "rowwise", "optim.spike_rewind": "2", "optim.states": "bf16 --optim.name lion",
+    "train.fp8": "rowwise", "optim.spike_rewind": "2", "optim.lr_rule": "linear",
+    "optim.states": "bf16 --optim.name lion",
     "parallel.ep": "2", "parallel.etp": "2", "parallel.dp_rep": "2",
 }
 
