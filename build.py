@@ -147,8 +147,8 @@ def build_run(
     data: the train split, or None if the run does not read one. phase: the number of the phase in
     train.phases; each phase is built as a separate run.
 
-    Raises ConfigError before anything is allocated. Collective with Muon, LAMB and LARS, whose ranks exchange
-    what they own; with other optimizers there is no communication.
+    Raises ConfigError before anything is allocated. Collective with Muon, NorMuon, LAMB and LARS, whose ranks
+    exchange what they own; with other optimizers there is no communication.
     """
     phases = get_phases(cfg)
     cfg = phases.all[phase - 1].cfg
@@ -197,7 +197,7 @@ def build_run(
         loader=data,
         buckets=made.buckets,
         optim=optimizer_class(cfg.optim.name)(cfg.optim, made.buckets, mesh),
-        learning_rate=partial(learning_rate_of_run, get_rate_schedules(phases, steps)),
+        learning_rate=partial(learning_rate_of_run, phases, get_rate_schedules(phases, steps)),
         schedules=ops,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),

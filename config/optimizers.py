@@ -19,7 +19,7 @@ class OptimizerSpec:
 
     implementation: "module:class" of an optim.base.Optimizer. Imported only when a run is built, because
         config/ must not import torch.
-    keys: keys of optim.* that it reads and other optimizers may not (beta1, beta2, eps, momentum).
+    keys: keys of optim.* that it reads and other optimizers may not (beta1, momentum, ...).
     moments: values kept per weight besides the master.
     hidden_moments: the same for hidden matrices, or None if they are treated like other weights.
     needs_whole_matrices: hidden matrices get separate buckets and are updated as whole matrices.
@@ -60,11 +60,18 @@ OPTIMIZERS = {
     ),
     "muon": OptimizerSpec(  # AdamW updates everything except hidden matrices
         implementation="optim.muon:Muon",
-        keys=("beta1", "beta2", "eps", "momentum"),
+        keys=("beta1", "beta2", "eps", "momentum", "orthogonalize"),
         moments=2,
         hidden_moments=1,
         needs_whole_matrices=True,
         mup_power=0.5,  # see optim/muon.py
+    ),
+    "normuon": OptimizerSpec(  # as muon
+        implementation="optim.normuon:NorMuon",
+        keys=("beta1", "beta2", "eps", "momentum", "orthogonalize"),
+        moments=2,
+        needs_whole_matrices=True,
+        mup_power=0.5,
     ),
     "lamb": OptimizerSpec(
         implementation="optim.lamb:LAMB",

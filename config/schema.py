@@ -217,6 +217,10 @@ class OptimConfig:
     name: OptimizerName = "adamw"  # AdamW (arXiv 1711.05101), or another one in optim/
     lr: Positive = 1e-3  # peak learning rate
     min_lr: NotNegative | None = None  # learning rate at the end of the decay; none: lr / 10
+    lr_rule: Literal["linear", "sqrt"] | None = None  # lr and min_lr are those of base_batch, and are
+    #   multiplied by train.global_batch / base_batch (arXiv 1706.02677), or by its root (arXiv 2205.10287);
+    #   none: they are those of train.global_batch
+    base_batch: Count | None = None  # sequences per step at which lr was tuned, for lr_rule
     warmup: CountOrZero = 100  # steps of linear warmup, at most a tenth of the run
     decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # shape of the decay after the warmup
     decay_fraction: float = 0.2  # wsd: the last fraction of the run, in which the rate falls linearly
@@ -225,6 +229,8 @@ class OptimConfig:
     beta1: BelowOne = 0.9  # decay of the first moment
     beta2: BelowOne = 0.95  # decay of the second moment
     momentum: BelowOne = 0.95  # decay of the momentum, for optimizers that have one instead of beta1
+    orthogonalize: Literal["newton-schulz", "polar-express"] = "newton-schulz"  # of a matrix: one polynomial
+    #   five times, or the best five (arXiv 2505.16932)
     eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled weight decay of matrices; norms and biases have none
     groups: str | None = None  # rates of some parameters, by role or by pattern of names, separated by ";":

@@ -135,7 +135,7 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
         return []
     if horizon is None:
         return []
-    old = learning_rate_of_run(get_rate_schedules(before, horizon), step)
+    old = learning_rate_of_run(before, get_rate_schedules(before, horizon), step)
     if math.isclose(old, run.learning_rate(step), rel_tol=1e-9):
         return []
     after = run.learning_rate(min(step + 1, run.steps))

@@ -2,8 +2,10 @@
 import math
 from dataclasses import dataclass
 
-from config import OptimConfig
+from config import Config, OptimConfig
 from config.reading import Phases
+
+BATCH_POWERS = {"linear": 1.0, "sqrt": 0.5}  # by optim.lr_rule
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,20 @@ def get_rate_schedules(phases: Phases, steps: int) -> list[RateSchedule]:
     return schedules
 
 
-def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
-    """Return the learning rate of update `step` (from 1) of a run.
+def batch_factor(cfg: Config) -> float:
+    """Return what optim.lr_rule multiplies rates by, or 1 without a rule.
+
+    It is global batch / base batch to the power of 1 (linear, arXiv 1706.02677) or 1/2 (sqrt, arXiv
+    2205.10287), also while train.ramp makes the batch smaller.
+    """
+    if cfg.optim.lr_rule is None or cfg.optim.base_batch is None:
+        return 1.0
+    return (cfg.train.global_batch / cfg.optim.base_batch) ** BATCH_POWERS[cfg.optim.lr_rule]
+
+
+def learning_rate_of_run(phases: Phases, schedules: list[RateSchedule], step: int) -> float:
+    """Return the learning rate of update `step` (from 1) of a run: that of its schedule, times the factor of
+    the batch of its phase.
 
     The warmup of a later schedule starts from the rate of the step before it.
     """
@@ -46,7 +60,7 @@ def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
         rate = learning_rate(schedule.cfg, here, length, rate)
         if step <= schedule.last:
             break
-    return rate
+    return rate * batch_factor(phases.of_step(step).cfg)
 
 
 def warmup_steps(cfg: OptimConfig, steps: int) -> int:

@@ -14,15 +14,14 @@ on one rank of the pipeline stage and sends back the results.
 from torch import Tensor
 
 from config import OptimConfig
-from kernels.newton_schulz import newton_schulz
+from kernels.newton_schulz import orthogonalize
 from optim.adamw import AdamW
 from optim.base import Optimizer, copy_where, decoupled_rates, zeros_like_master
 from optim.muon_exchange import (
     BoxValues,
-    exchange_boxes,
-    extract_box,
-    extract_boxes,
+    gather_matrices,
     plan_matrix_exchange,
+    return_matrices,
 )
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
@@ -39,6 +38,7 @@ class Muon(Optimizer):
     `adamw` holds the moments of the other buckets. `momentum` maps the index of each hidden bucket to its
     flat momentum, in the dtype of its master.
     """
+    MOMENTUM = "muon_m"  # its name in checkpoints
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
@@ -71,7 +71,7 @@ class Muon(Optimizer):
     def state(self) -> Moments:
         """Return the state that a checkpoint stores in addition to the master weights."""
         state: dict[str, list[Tensor | None]] = {
-            "muon_m": [self.momentum.get(index) for index in range(len(self.buckets))],
+            self.MOMENTUM: [self.momentum.get(index) for index in range(len(self.buckets))],
         }
         for name, flats in self.adamw.state().items():
             remaining = iter(flats)  # one for each bucket that is not hidden, in order
@@ -87,12 +87,16 @@ class Muon(Optimizer):
 
         # the hidden matrices
         updates = self.update_momentum(grad_scale, is_good)
-        views: list[BoxValues] = []
-        for index in self.hidden_buckets:
-            views += get_boxes(self.buckets[index], updates[index])
-        self.orthogonalize(views)
+        self.orthogonalize(self.hidden_views(updates), is_good)
         for index in self.hidden_buckets:
             self.update_weights(self.buckets[index], updates[index], lr, is_good)
+
+    def hidden_views(self, flats: dict[int, Tensor]) -> list[BoxValues]:
+        """Return [(box, its values)] of flat tensors {index of a hidden bucket: over its owned shard}."""
+        views: list[BoxValues] = []
+        for index in self.hidden_buckets:
+            views += get_boxes(self.buckets[index], flats[index])
+        return views
 
     def update_momentum(self, grad_scale: Tensor, is_good: Tensor) -> dict[int, Tensor]:
         """Update the momentum. Return {bucket index: update before orthogonalization}."""
@@ -115,33 +119,14 @@ class Muon(Optimizer):
             copy_where([weight], (new_weight,), is_good)
         bucket.weights.copy_master_to_local()
 
-    def orthogonalize(self, views: list[BoxValues]) -> None:
+    def orthogonalize(self, views: list[BoxValues], is_good: Tensor) -> None:
         """Replace parts of matrices by parts of the orthogonalized matrices, in place.
 
         `views` lists (box, its values) for all parts of the stage's hidden matrices on this rank.
         """
-        plan = self.plan
         like = self.buckets[0].weights.master
-
-        # gather each matrix on its owner
-        outgoing = [extract_boxes(views, boxes) for boxes in plan.send_to]
-        received = exchange_boxes(outgoing, plan.receive_from, self.group, like)
-        received += zip(plan.kept_here, extract_boxes(views, plan.kept_here))
-        matrices = {key: like.new_empty(shape) for key, shape in plan.shapes.items()}
-        for box, values in received:
-            whole = Box.whole(box.key, box.shape)
-            matrices[box.key][box.slices_in(whole)] = values
-
+        matrices = gather_matrices(views, self.plan, self.group, like)
         for matrix in matrices.values():
             scale = SCALE * max(matrix.shape)**0.5
-            matrix.copy_(newton_schulz(matrix) * scale)
-
-        # send the results to all ranks that hold a part
-        results: list[BoxValues] = []
-        for key, matrix in matrices.items():
-            results.append((Box.whole(key, matrix.shape), matrix))
-        outgoing = [extract_boxes(results, boxes) for boxes in plan.return_to]
-        received = exchange_boxes(outgoing, plan.return_from, self.group, like)
-        received += zip(plan.kept_here, extract_boxes(results, plan.kept_here))
-        for box, values in received:
-            extract_box(views, box).copy_(values)
+            matrix.copy_(orthogonalize(matrix, self.cfg.orthogonalize) * scale)
+        return_matrices(matrices, views, self.plan, self.group, like)

@@ -90,12 +90,69 @@ def plan_matrix_exchange(held_by_rank: BoxesByRank, counted_by_rank: BoxesByRank
     )
 
 
+def plan_row_exchange(plan: MatrixExchange) -> MatrixExchange:
+    """Return the plan that exchanges one value of each row, [m, 1], where `plan` exchanges rows."""
+
+    def rows(boxes: list[Box]) -> list[Box]:
+        return [row_box(box) for box in boxes]
+
+    return MatrixExchange(
+        shapes={key: (shape[0], 1) for key, shape in plan.shapes.items()},
+        kept_here=rows(plan.kept_here),
+        send_to=[rows(boxes) for boxes in plan.send_to],
+        receive_from=[rows(boxes) for boxes in plan.receive_from],
+        return_to=[rows(boxes) for boxes in plan.return_to],
+        return_from=[rows(boxes) for boxes in plan.return_from],
+    )
+
+
+def row_box(box: Box) -> Box:
+    """Return the box of one value for each of its rows."""
+    return Box(box.key, (box.shape[0], 1), (box.start[0], 0), (box.size[0], 1))
+
+
 def subtract_box(parts: list[Box], held: Box) -> list[Box]:
     """Remove `held` from the parts, which may belong to several tensors."""
     rest: list[Box] = []
     for part in parts:
         rest += part.difference(held) if part.key == held.key else [part]
     return rest
+
+
+def gather_matrices(
+    views: list[BoxValues], plan: MatrixExchange, group: comm.Group, like: Tensor
+) -> dict[str, Tensor]:
+    """Return {key: whole matrix} of those that this rank owns.
+
+    `views` lists (box, its values) for all parts of the group's matrices on this rank. `like` sets the dtype
+    and the device.
+    """
+    outgoing = [extract_boxes(views, boxes) for boxes in plan.send_to]
+    received = exchange_boxes(outgoing, plan.receive_from, group, like)
+    received += zip(plan.kept_here, extract_boxes(views, plan.kept_here))
+    matrices = {key: like.new_empty(shape) for key, shape in plan.shapes.items()}
+    for box, values in received:
+        whole = Box.whole(box.key, box.shape)
+        matrices[box.key][box.slices_in(whole)] = values
+    return matrices
+
+
+def return_matrices(
+    matrices: dict[str, Tensor],
+    views: list[BoxValues],
+    plan: MatrixExchange,
+    group: comm.Group,
+    like: Tensor,
+) -> None:
+    """Write the matrices of all owners to the views of all ranks that hold a part; as in gather_matrices."""
+    results: list[BoxValues] = []
+    for key, matrix in matrices.items():
+        results.append((Box.whole(key, matrix.shape), matrix))
+    outgoing = [extract_boxes(results, boxes) for boxes in plan.return_to]
+    received = exchange_boxes(outgoing, plan.return_from, group, like)
+    received += zip(plan.kept_here, extract_boxes(results, plan.kept_here))
+    for box, values in received:
+        extract_box(views, box).copy_(values)
 
 
 def exchange_boxes(

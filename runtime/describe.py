@@ -1,9 +1,10 @@
-"""Header lines: which targets count, epochs per dataset, validation data, and shortened warmups."""
+"""Header lines: which targets count, epochs per dataset, validation data, rates of another batch, and
+shortened warmups."""
 from collections.abc import Collection
 
 from data.blend import source_names
 from data.loader import BatchLoader
-from optim.lr import get_rate_schedules, warmup_steps
+from optim.lr import batch_factor, get_rate_schedules, warmup_steps
 from runtime.run import TrainingRun
 
 WARMUP = "optim.warmup"
@@ -35,6 +36,22 @@ def describe_passes(run: TrainingRun) -> str | None:
     if max(epochs) <= 1:
         return None
     return ", ".join(f"{count:.3g} of {name}" for name, count in zip(source_names(list(paths)), epochs))
+
+
+def batch_rate_notes(run: TrainingRun, done: int) -> list[str]:
+    """Return a line for each upcoming phase with another factor of optim.lr_rule. done: completed steps."""
+    results: list[str] = []
+    shown = 1.0
+    for phase in run.phases.from_step(done):
+        cfg, factor = phase.cfg, batch_factor(phase.cfg)
+        if factor != shown:
+            place = "" if phase.number == 1 else f"phase {phase.number}: "
+            root = "the root of " if cfg.optim.lr_rule == "sqrt" else ""
+            results.append(f"{'rate':<9}{place}optim.lr {cfg.optim.lr:g} x {factor:.4g} = "
+                           f"{cfg.optim.lr * factor:.4g}, by {root}train.global_batch / optim.base_batch = "
+                           f"{cfg.train.global_batch}/{cfg.optim.base_batch}")
+        shown = factor
+    return results
 
 
 def warmup_notes(run: TrainingRun, stated: Collection[str], done: int) -> list[str]:

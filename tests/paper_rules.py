@@ -18,6 +18,7 @@ class Update:
     beta2: float = 0.95
     momentum: float = 0.95
     eps: float = 1e-8
+    orthogonalize: str = "newton-schulz"
 
 
 def sgd(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
@@ -60,15 +61,44 @@ def lars(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
     return w - state["momentum"]
 
 
+# of arXiv 2505.16932, implementation 1: each polynomial of x / 1.01
+POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+POLYNOMIALS = {
+    "newton-schulz": ((3.4445, -4.7750, 2.0315),) * 5,
+    "polar-express": tuple((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in POLAR_EXPRESS),
+}
+
+
+def orthogonal(x: Tensor, method: str) -> Tensor:
+    """Keller Jordan 2024, or arXiv 2505.16932."""
+    x = x / (x.norm() * (1.01 if method == "polar-express" else 1) + 1e-7)
+    for a, b, c in POLYNOMIALS[method]:
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
 def muon(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
     """Keller Jordan 2024 for a hidden matrix, with arXiv 2502.16982's scale 0.2 sqrt(max(m, n))."""
     m = state["muon_m"] = u.momentum * state.get("muon_m", 0) + g
-    x = g + u.momentum * m
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    x = orthogonal(g + u.momentum * m, u.orthogonalize)
     return w * (1 - u.lr * u.decay) - u.lr * 0.2 * math.sqrt(max(w.shape)) * x
+
+
+def normuon(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """arXiv 2510.05491, algorithm 1, for a hidden matrix."""
+    m = state["normuon_m"] = u.momentum * state.get("normuon_m", 0) + (1 - u.momentum) * g
+    x = orthogonal(m, u.orthogonalize)
+    of_rows = torch.stack([(row * row).mean() for row in x])[:, None]
+    v = state["normuon_v"] = u.beta2 * state.get("normuon_v", 0) + (1 - u.beta2) * of_rows
+    x = x / (v.sqrt() + u.eps)
+    return w - u.lr * u.decay * w - 0.2 * u.lr * math.sqrt(w.numel()) / x.norm() * x
 
 
 RULES = {
@@ -77,5 +107,6 @@ RULES = {
     "lars": lars,
     "lion": lion,
     "muon": muon,  # on hidden matrices; adamw on the rest
+    "normuon": normuon,  # likewise
     "sgd": sgd,
 }

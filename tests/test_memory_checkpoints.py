@@ -378,6 +378,7 @@ MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after,
     "sums of errors": ("dp2 zero0", "dp4 zero0", "--parallel.compress powersgd"),
     "rounded states": ("dp2 zero1", "tp2 pp2", "--optim.states bf16"),
     "matrices of Muon": ("tp2 pp2", "dp4 zero0", "--optim.name muon"),
+    "rows of NorMuon": ("tp2 pp2", "dp4 zero1", "--optim.name normuon"),
 }
 INEXACT = {"sums of errors", "rounded states"}  # another layout sums, or rounds, other numbers
 

@@ -510,6 +510,14 @@ def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "or optim.states fp32")
 
 
+def batch_rate_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check optim.lr_rule, which needs the batch at which the rates were tuned."""
+    yield Rule(
+        cfg.optim.lr_rule is None or cfg.optim.base_batch is not None,
+        f"optim.base_batch: none, and optim.lr_rule {cfg.optim.lr_rule} multiplies optim.lr by a power of "
+        "train.global_batch / optim.base_batch; give the sequences per step at which optim.lr was tuned")
+
+
 def spike_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check optim.spike_*: the window must have a deviation, and the run must be able to skip data."""
     optim = cfg.optim
@@ -794,6 +802,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     rerun_rules,
     optimizer_state_rules,
     group_rules,
+    batch_rate_rules,
     spike_rules,
     data_parallel_rules,
     batch_rules,

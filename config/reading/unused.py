@@ -165,6 +165,13 @@ TABLE = (
     ),
     UnusedKeys(
         section="optim",
+        keys="base_batch",
+        when=lambda cfg, _: cfg.optim.lr_rule is None,
+        why="is the batch of optim.lr_rule, which is none",
+        remedy="set that to linear or sqrt, or leave it out",
+    ),
+    UnusedKeys(
+        section="optim",
         keys="spike_window",
         when=lambda cfg, _: cfg.optim.spike_sigma is None,
         why="sets the window of optim.spike_sigma, which is none",

@@ -44,6 +44,9 @@ LAYOUT = {
 }
 MUP_BASE = 16
 WITH_BF16_STATES = {f"{name}-bf16": name for name in optimizers_that(lambda spec: spec.supports_bf16_states)}
+WITH_POLAR_EXPRESS = {  # other values of "name": an optimizer that orthogonalizes by other polynomials
+    f"{name}-polar": name for name in optimizers_that(lambda spec: "orthogonalize" in spec.keys)
+}
 SWITCHES = {  # the first value of each is the default
     "reduce": ("collective", "ring", "hierarchy", "server", "powersgd"),
     "micro_batch": (1, 2),
@@ -59,7 +62,7 @@ SWITCHES = {  # the first value of each is the default
     "pack": ("stream", "best_fit"),
     "valid": (None, "long"),  # a corpus of lab/proof/verify/tiny_config.py
     "capacity": (None, 1.0, "padded"),
-    "name": (*OPTIMIZERS, *WITH_BF16_STATES),
+    "name": (*OPTIMIZERS, *WITH_BF16_STATES, *WITH_POLAR_EXPRESS),
     "mup": (None, MUP_BASE),
     "fp8": (None, "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"),
     "ema": (None, 0.9),
@@ -86,6 +89,10 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     ("capacity", "padded"): {"model.mlp.capacity": CapacityConfig(factor=1.0, pad=True)},
     # states in bf16, arithmetic in fp64: the rounding depends on names and element indices only
     **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
+    **{
+        ("name", word): {"name": name, "orthogonalize": "polar-express"}
+        for word, name in WITH_POLAR_EXPRESS.items()
+    },
     ("mup", MUP_BASE): {"mup": MupConfig(base=MUP_BASE, head_dim=2)},
 }
 
@@ -106,6 +113,8 @@ BUNDLES: dict[str, Values] = {
         "train.unproven": True,
         "optim.min_lr": 1e-5,
         "optim.decay_steps": 12,
+        "optim.lr_rule": "sqrt",
+        "optim.base_batch": 3,
         "optim.beta1": 0.8,
         "optim.beta2": 0.9,
         "optim.momentum": 0.8,
@@ -189,6 +198,7 @@ SECTION = {
     "valid": "data",
     "name": "optim",
     "states": "optim",
+    "orthogonalize": "optim",
     "async_save": "checkpoint",
 }
 

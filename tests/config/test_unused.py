@@ -32,9 +32,11 @@ CASES = (
     ({"loss_scale": 1024.0, "loss_scale_window": 100}, "--train.dtype bf16", "--train.dtype fp16", 1),
     ({"min_lr": 1e-5}, "--optim.decay constant", "--optim.decay linear", 1),
     ({"decay_fraction": 0.5}, "--optim.decay linear", "--optim.decay wsd", 1),
+    ({"base_batch": 2}, "", "--optim.lr_rule sqrt", 1),
     ({"spike_window": 4}, "", "--optim.spike_sigma 1e-3", 1),
     ({"spike_rewinds": 1}, "--optim.spike_sigma 1e9", "--optim.spike_sigma 1e9 --optim.spike_rewind 9", 1),
     ({"momentum": 0.5}, "--optim.name lion", "--optim.name lars", 1),
+    ({"orthogonalize": "polar-express"}, "--optim.name lars", "--optim.name normuon", 1),
     ({"beta1": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"beta2": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"eps": 1e-4}, "--optim.name lion", "--optim.name muon", 1),
@@ -87,7 +89,8 @@ READ = {
 # of the keys that config/reading/rules.py or build.py refuses where they do nothing, for any world size and
 # in every program: settings with which they do
 RULED = {
-    "train.fp8": "rowwise", "optim.spike_rewind": "2", "optim.states": "bf16 --optim.name lion",
+    "train.fp8": "rowwise", "optim.spike_rewind": "2", "optim.lr_rule": "linear",
+    "optim.states": "bf16 --optim.name lion",
     "parallel.ep": "2", "parallel.etp": "2", "parallel.dp_rep": "2",
 }
 
@@ -285,7 +288,8 @@ def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, nam
     plain = weights("plain")
     some_read = {key for spec in config.OPTIMIZERS.values() for key in spec.keys}
     for key in sorted({*some_read, "min_lr"}):
-        value = {"eps": 1e-2, "min_lr": 1e-4}.get(key, 0.5)
+        others = {"eps": 1e-2, "min_lr": 1e-4, "orthogonalize": "polar-express"}
+        value = others.get(key, 0.5)
         words = [f"--optim.{key}", str(value)]
         cfg = resolve("llama2-tiny", None, [*base[1:], *words])
         idle = any(path == f"optim.{key}" for path, *_ in unused.find_unused(cfg, 1))

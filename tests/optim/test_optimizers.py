@@ -17,21 +17,23 @@ from parallel.sharding.boxes import Box, check_tiling
 from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 
-STEPS, LR, DECAY = 3, 0.01, 0.1
+STEPS, LR, DECAY = 20, 0.01, 0.1
+OF_MATRICES = ("muon", "normuon")  # AdamW on the rest
 
 
-def forecast_run(name, groups=None):
-    keys = {"optim.name": name, "optim.weight_decay": DECAY, "optim.eps": 1e-8, "train.dtype": "fp64"}
+def forecast_run(name, groups=None, **optim):
+    keys = {f"optim.{key}": value for key, value in optim.items()}
+    keys |= {"optim.name": name, "optim.weight_decay": DECAY, "optim.eps": 1e-8, "train.dtype": "fp64"}
     keys["optim.groups"] = groups
     cfg = with_values(tiny_config("llama3-tiny"), keys)
     return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10)
 
 
-def trained(name, groups=None):
+def trained(name, groups=None, **optim):
     """(start, gradients of each step, end, run): {key: whole tensor} of a tiny model in fp64 under our
     optimizer, with made-up gradients.
     """
-    run = forecast_run(name, groups)
+    run = forecast_run(name, groups, **optim)
     whole = lambda flat: {box.key: part.clone() for b in run.buckets for box, part in get_boxes(b, flat(b))}
     start, grads, stream = whole(lambda b: b.weights.master), [], torch.Generator().manual_seed(3)
     for step in range(1, STEPS + 1):
@@ -42,18 +44,31 @@ def trained(name, groups=None):
     return start, grads, whole(lambda b: b.weights.master), run
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_an_optimizer_follows_the_rule_of_its_paper(name):
-    """Muon's on hidden matrices, with AdamW's on the rest."""
+def rule_of(name, key, w):
+    """(rule, how far 20 steps may be from it) of a tensor."""
+    if name not in OF_MATRICES:
+        return RULES[name], 1e-12
+    is_hidden = key.startswith("layers.") and w.dim() == 2
+    return (RULES[name], 1e-9) if is_hidden else (adamw, 1e-12)
+
+
+WAYS = [
+    *((name, {}) for name in RULES),
+    *((name, {"orthogonalize": "polar-express"}) for name in OF_MATRICES),
+]
+
+
+@pytest.mark.parametrize("name, optim", WAYS, ids=lambda value: "".join(value) if value else None)
+def test_an_optimizer_follows_the_rule_of_its_paper(name, optim):
+    """Muon's and NorMuon's on hidden matrices, with AdamW's on the rest."""
     assert RULES.keys() == OPTIMIZERS.keys()
-    start, grads, end, run = trained(name)
+    start, grads, end, _ = trained(name, **optim)
     assert end.keys() == start.keys()
     for key, w in start.items():
-        is_hidden = key.startswith("layers.") and w.dim() == 2
-        rule, state = RULES[name] if name != "muon" or is_hidden else adamw, {}
+        rule, tolerance = rule_of(name, key, w)
+        state = {}
         for step, g in enumerate(grads, 1):
-            w = rule(w, g[key], state, Update(step, LR, DECAY if w.dim() > 1 else 0.0))
-        tolerance = 1e-9 if rule is RULES["muon"] else 1e-12
+            w = rule(w, g[key], state, Update(step, LR, DECAY if w.dim() > 1 else 0.0, **optim))
         torch.testing.assert_close(end[key], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")
 
 
@@ -72,11 +87,10 @@ def test_a_group_of_parameters_has_its_own_rate_and_decay(name):
     start, grads, end, _ = trained(name, groups)
     for key, w in start.items():
         factor, decay = factor_and_decay(key, w)
-        is_hidden = key.startswith("layers.") and w.dim() == 2
-        rule, state = RULES[name] if name != "muon" or is_hidden else adamw, {}
+        rule, tolerance = rule_of(name, key, w)
+        state = {}
         for step, g in enumerate(grads, 1):
             w = rule(w, g[key], state, Update(step, factor * LR, decay))
-        tolerance = 1e-9 if rule is RULES["muon"] else 1e-12
         torch.testing.assert_close(end[key], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")
         assert torch.equal(end[key], start[key]) == (factor == 0), key
 
@@ -119,6 +133,31 @@ def test_the_first_steps_may_be_skipped(name):
         run.optim.step(step, LR, torch.tensor(0.5, dtype=torch.float64), torch.tensor(is_good))
         for b, old in zip(run.buckets, before):
             assert (b.weights.master - old).abs().max() <= (100 * LR if is_good else 0.0)
+
+
+def test_normuon_keeps_one_second_moment_of_each_row():
+    _, _, _, run = trained("normuon")
+    checked = 0
+    for flat, b in zip(run.optim.state()["normuon_v"], run.buckets):
+        for _, values in get_boxes(b, flat) if b.is_hidden else ():
+            assert torch.equal(values, values[:, :1].expand_as(values)) and values.min() > 0
+            assert len(values[:, 0].unique()) == len(values)
+            checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("name", OF_MATRICES)
+def test_a_matrix_without_gradients_stays(name):
+    """As of an expert without tokens. Weight decay alone moves it."""
+    run = forecast_run(name)
+    before = [b.weights.master.clone() for b in run.buckets]
+    for step in range(1, 3):
+        for b in run.buckets:
+            b.grads.local.zero_()
+        run.optim.step(step, LR, torch.tensor(1.0, dtype=torch.float64), torch.tensor(True))
+    for b, old in zip(run.buckets, before):
+        if b.is_hidden:
+            torch.testing.assert_close(b.weights.master, old * (1 - LR * DECAY) ** 2, rtol=1e-12, atol=1e-14)
 
 
 def test_every_piece_of_a_matrix_travels_once():

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: the r
 import compare  # noqa: E402
 import families  # noqa: E402
 import theirs  # noqa: E402
-from paper_rules import RULES, Update, adamw, muon  # noqa: E402
+from paper_rules import RULES, Update, adamw, muon, normuon  # noqa: E402
 
 LLAMA, MIXTRAL = families.DENSE[1], families.MIXTURES[0]
 QWEN2_MOE = families.MIXTURES[1]
@@ -102,7 +102,8 @@ class ByHand:
                 optim.step()
 
     def updated(self, name, w, g, state, update):
-        rule = adamw if self.rule is muon and not is_hidden(name) else self.rule
+        of_matrices = self.rule in (muon, normuon)
+        rule = adamw if of_matrices and not is_hidden(name) else self.rule
         return rule(w, g, state, update)
 
     def groups(self, names) -> list[dict]:
@@ -112,7 +113,8 @@ class ByHand:
         ]
 
     def moment(self, name: str, moment: str) -> torch.Tensor:
-        return self.state[name][moment]
+        """NorMuon's second moment of a row is that of each of its elements in a checkpoint."""
+        return self.state[name][moment].expand_as(self.params[name])
 
     def distance_of_libraries(self) -> float:
         """Largest difference of the libraries' copies from the rule's weights."""
@@ -187,6 +189,7 @@ RECIPES = {
     "adamw": {},
     "adamw-bf16": {},
     "muon": {},
+    "normuon": {},
     "lamb": {"clip": 1.5},
     "lion": {"lr": 3e-3, "min_lr": 3e-4},
     "sgd": {"lr": 0.1, "min_lr": 0.02},
@@ -243,7 +246,7 @@ def test_groups_of_parameters_train_as_torchs(place, note):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,power", [("lion", 1.0), ("muon", 0.5)])
+@pytest.mark.parametrize("name,power", [("lion", 1.0), ("muon", 0.5), ("normuon", 0.5)])
 def test_mup_scales_the_rates_of_lion_and_muon(place, note, name, power):
     """Hidden matrices learn m^-power times as fast: a sign's update grows with the width as Adam's does; an
     orthogonal one of Adam's size has a spectral norm that grows as the width's root (arXiv 2310.17813)."""

@@ -145,6 +145,7 @@ DENSE = [
     (4, "--optim.name muon --parallel.tp 2 --parallel.zero 3"),
     (2, "--optim.name muon --parallel.pp 2"),
     (4, "--optim.name muon --parallel.pp 2"),
+    (4, "--optim.name normuon --parallel.tp 2 --parallel.zero 1"),
     (4, "--optim.name lamb --parallel.pp 2 --parallel.zero 1"),
 ]
 MIXTURES = [

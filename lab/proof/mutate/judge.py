@@ -166,6 +166,13 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
         ),
     ),
     (
+        "optim/normuon",
+        (
+            VerifyRun("llama3-tiny", 2, "tp2 normuon"),
+            VerifyRun("mixtral-tiny", 2, "dp2 ep2 normuon"),
+        ),
+    ),
+    (
         "optim/lamb",
         (
             VerifyRun("llama3-tiny", 2, "dp2 zero1 lamb"),

@@ -194,7 +194,7 @@ def path_bound(cfg: Config, rho: float) -> float:
     if cfg.optim.name in ("sgd", "lars"):
         return rho
     sign = min(2.0, 2 * math.sqrt(rho / math.pi))
-    if cfg.optim.name == "muon":
+    if cfg.optim.name in ("muon", "normuon"):
         return min(2.0, max(sign, MUON_SLOPE * rho))
     return sign
 

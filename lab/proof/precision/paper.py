@@ -76,13 +76,41 @@ def muon(before: Before) -> Update:
     step = orthogonal(direction) * 0.2 * math.sqrt(max(master.shape))
     expected = before.changed_by(-optim.lr * before.decay * master - optim.lr * step)
 
-    # One relative rounding of the matrix, sqrt(n) in a product, times the slope of the polynomial.
-    roundings = MUON_SLOPE * SIGMAS * U32 * math.sqrt(max(master.shape))
-    slack = roundings * float(step.norm()) / math.sqrt(min(master.shape))
+    slack = orthogonal_error(master) * float(step.norm()) / math.sqrt(min(master.shape))
     return Update(
         master=expected.with_tolerance(optim.lr * slack),
         moments={"muon_m": before.moment("muon_m", momentum)},
     )
+
+
+def normuon(before: Before) -> Update:
+    """NorMuon (arXiv 2510.05491, algorithm 1). The second moment is the same in a whole row."""
+    optim, master, second_before = before.optim, before.master, before.moments["normuon_v"]
+    momentum = optim.momentum * before.moments["normuon_m"] + (1 - optim.momentum) * before.grad
+    direction = orthogonal(momentum)
+    mean_square = direction.square().mean(1, keepdim=True)
+    second = optim.beta2 * second_before + (1 - optim.beta2) * mean_square
+    divisor = second.sqrt() + optim.eps
+    scale = 0.2 * math.sqrt(master.numel()) / (direction / divisor).norm()
+    expected = before.changed_by(-optim.lr * before.decay * master - optim.lr * scale * direction / divisor)
+
+    # of an element, of the RMS of its row, and of the norm of the matrix
+    error = orthogonal_error(master)
+    of_square = (1 - optim.beta2) * (2 * error * mean_square.sqrt() + error**2)
+    return Update(
+        master=expected.with_tolerance(optim.lr * scale * 4 * error / divisor),
+        moments={
+            "normuon_m": before.moment("normuon_m", momentum),
+            "normuon_v": before.moment("normuon_v", second).with_tolerance(of_square),
+        },
+    )
+
+
+def orthogonal_error(matrix: Tensor) -> float:
+    """Return how far an element of an orthogonalized matrix may be: one relative rounding of the matrix,
+    sqrt(n) in a product, times the slope of the polynomial.
+    """
+    return MUON_SLOPE * SIGMAS * U32 * math.sqrt(max(matrix.shape))
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -173,7 +201,8 @@ def trust_ratio(master: Tensor, direction: Tensor) -> float:
 
 PAPERS: dict[str, Callable[[Before], Update]] = {  # by the moment that the optimizer keeps for a parameter
     "muon_m": muon,
-    "adam_m": adamw_or_lamb,  # Muon uses AdamW for vectors and embeddings
+    "normuon_m": normuon,
+    "adam_m": adamw_or_lamb,  # Muon and NorMuon use AdamW for vectors and embeddings
     "lion_m": lion,
     "momentum": sgd_or_lars,
 }

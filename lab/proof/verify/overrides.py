@@ -45,6 +45,7 @@ CELL_WORDS = {
     "model.mup.head_dim": "mup or no-mup",
     "optim.name": " or ".join(name for name in OPTIMIZERS if name != OptimConfig.name),
     "optim.states": "adamw-bf16 or no-adamw-bf16",
+    "optim.orthogonalize": "muon-polar or normuon-polar",
     "model.vocab_multiple": "vocab128 or no-vocab128",
     "train.ema": "ema or no-ema",
     "data.doc_mask": "docs or no-docs",

@@ -1,0 +1,78 @@
+"""NorMuon (arXiv 2510.05491, algorithm 1): Muon whose rows, one for each neuron, move at rates of their own.
+
+The orthogonalized momentum O [m, n] of a matrix has rows of unlike size. Each row is divided by the root of
+the moving average of its mean square, and the result is scaled to an RMS of 0.2 (optim/muon.py: that of
+AdamW's updates). The momentum is an average of gradients, without Nesterov's look-ahead. Under muP, learning
+rates are Muon's, since updates have the same RMS at every width.
+
+The second moment is one value for each row. Every element of the row keeps a copy of it, so that checkpoints
+store it and replicas compare it like any other moment: the state is as large as AdamW's. The owner of a
+matrix gathers one value for each row beside the matrix, and sends it back with the result.
+"""
+import torch
+from torch import Tensor
+
+from config import OptimConfig
+from kernels.newton_schulz import orthogonalize
+from optim.base import copy_where, zeros_like_master
+from optim.muon import SCALE, Muon
+from optim.muon_exchange import (
+    BoxValues,
+    gather_matrices,
+    plan_row_exchange,
+    return_matrices,
+    row_box,
+)
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.views import Moments
+from parallel.topology.mesh import Mesh
+
+
+class NorMuon(Muon):
+    """NorMuon for the buckets of hidden matrices, with an inner AdamW for all others.
+
+    `second_moment` maps the index of each hidden bucket to the flat second moment, the same in a whole row.
+    """
+    MOMENTUM = "normuon_m"
+
+    def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
+        super().__init__(cfg, buckets, mesh)
+        self.second_moment = {index: zeros_like_master(buckets[index]) for index in self.hidden_buckets}
+        self.row_plan = plan_row_exchange(self.plan)
+
+    def state(self) -> Moments:
+        second = [self.second_moment.get(index) for index in range(len(self.buckets))]
+        return {**super().state(), "normuon_v": second}
+
+    def update_momentum(self, grad_scale: Tensor, is_good: Tensor) -> dict[int, Tensor]:
+        """Update the momentum, and return it: {bucket index: update before orthogonalization}."""
+        updates: dict[int, Tensor] = {}
+        for index in self.hidden_buckets:
+            grad = self.buckets[index].grads.local * grad_scale
+            momentum = self.momentum[index]
+            updates[index] = momentum.lerp(grad, 1 - self.cfg.momentum)
+            copy_where([momentum], (updates[index],), is_good)
+        return updates
+
+    def orthogonalize(self, views: list[BoxValues], is_good: Tensor) -> None:
+        """Replace parts of matrices by parts of their updates in place, and update the second moments."""
+        like = self.buckets[0].weights.master
+        moments = self.hidden_views(self.second_moment)
+        rows = [(row_box(box), values[:, :1]) for box, values in moments]
+        matrices = gather_matrices(views, self.plan, self.group, like)
+        second_moments = gather_matrices(rows, self.row_plan, self.group, like)
+
+        for key, matrix in matrices.items():
+            second = second_moments[key]  # [m, 1]
+            orthogonal = orthogonalize(matrix, self.cfg.orthogonalize)
+            mean_square = orthogonal.square().mean(1, keepdim=True)
+            new_second = second.lerp(mean_square, 1 - self.cfg.beta2)
+            normalized = orthogonal / (new_second.sqrt() + self.cfg.eps)
+            norm = normalized.norm().clamp(min=self.cfg.eps)  # a matrix without gradients does not move
+            matrix.copy_(normalized * (SCALE * matrix.numel()**0.5 / norm))
+            second.copy_(torch.where(is_good, new_second, second))
+
+        return_matrices(matrices, views, self.plan, self.group, like)
+        return_matrices(second_moments, rows, self.row_plan, self.group, like)
+        for _, values in moments:
+            values[:, 1:] = values[:, :1]
