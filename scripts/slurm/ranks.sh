@@ -1,7 +1,6 @@
 # Sourced by train.sbatch and interactive.sh in the folder of the checkout: launches the ranks of a job.
-# shellcheck source=scripts/slurm/environment.sh
-source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1 # SLURM itself sets ENVIRONMENT
-export PYTHON=${PYTHON:-python}
+# shellcheck source=scripts/slurm/cluster.sh
+source scripts/slurm/cluster.sh
 
 IMAGE=()
 if [ -n "${CONTAINER:-}" ]; then

@@ -31,6 +31,7 @@ SCRIPTS = {  # words of each, and what is said of them
     "scaling": ("laddder", "command: invalid choice: 'laddder' (choose from"),
     "schedule": ("--pp two", "--pp: expected a whole number, got 'two'"),
     "scrub": ("", "RUN_OR_CHECKPOINT: missing; see python -m scripts.scrub --help for the options"),
+    "submit": ("--nodes 2", "SCRIPT: missing; name what is submitted, such as scripts/slurm/train.sbatch"),
     "verify": ("llama3-tiny --world two", "--world: expected a whole number, got 'two'"),
 }
 def test_a_command_of_lab_in_a_clone_without_it_is_one_line(capsys):

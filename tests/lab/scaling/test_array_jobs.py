@@ -162,4 +162,3 @@ def test_every_job_has_the_cores_of_its_node():
     for script in every:
         lines = script.read_text().splitlines()
         assert "#SBATCH --exclusive" in lines, script.name
-        assert "##SBATCH --account=ACCOUNT" in lines, script.name
