@@ -54,7 +54,7 @@ def arguments() -> argparse.ArgumentParser:
     actions.add_argument("--list", action="store_true", help="print the commands, and train nothing")
     actions.add_argument("--sbatch", type=Path, metavar="FILE", help="write a SLURM job array of the runs")
     parser.add_argument("--site", metavar="FILE", default=os.environ.get(VARIABLE),
-                        help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml if it is there")
+                        help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml")
     return parser
 
 

@@ -103,7 +103,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--sbatch", type=Path, metavar="FILE", help="write a batch file of SLURM that runs the best layout")
     add("--site", metavar="FILE", default=os.environ.get(VARIABLE),
-        help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml if it is there")
+        help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml")
     add("--what-if", action="append", default=[], metavar="K=V", dest="what_if",
         help="the best layout with links=0.5, slow-rank=1.2 or jitter=0.05, and whether it stays the best "
         "(can be given more than once)")

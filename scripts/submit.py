@@ -24,10 +24,11 @@ OWN_NUMBERS = ("--gpus-per-node", "--cpus-per-task", "--cpus-per-gpu", "-c")  # 
 def arguments() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m scripts.submit", description=__doc__, allow_abbrev=False)
     parser.add_argument("--site", metavar="FILE", default=os.environ.get(VARIABLE),
-                        help="the site file; none: BEVATRON_SITE, or configs/site.yaml if it is there")
-    parser.add_argument("--print", action="store_true", help="print the command of sbatch, and submit nothing")
+                        help="the site file; none: BEVATRON_SITE, or configs/site.yaml")
+    parser.add_argument("--print", action="store_true",
+                        help="print the command of sbatch, and submit nothing")
     parser.add_argument("--exports", action="store_true",
-                        help="print shell lines that set the variables of a job (for scripts/slurm/cluster.sh)")
+                        help="print shell lines that set a job's variables (scripts/slurm/cluster.sh)")
     return parser
 
 

@@ -39,6 +39,7 @@ import scripts.generate
 import scripts.grid
 import scripts.launch
 import scripts.plan
+import scripts.preflight
 import scripts.prepare_data
 import scripts.reproduce
 import scripts.schedule
@@ -310,7 +311,8 @@ PARSERS = {
     "grid": scripts.grid.arguments,
     "launch": scripts.launch.arguments,
     "mutate": lab.proof.mutate.command.make_parser, "plan": scripts.plan.arguments,
-    "prepare_data": scripts.prepare_data.arguments, "reproduce": scripts.reproduce.arguments,
+    "preflight": scripts.preflight.arguments, "prepare_data": scripts.prepare_data.arguments,
+    "reproduce": scripts.reproduce.arguments,
     "scaling": lab.scaling.command.arguments, "schedule": scripts.schedule.arguments,
     "scrub": scripts.scrub.arguments, "submit": scripts.submit.arguments,
 }
@@ -387,6 +389,9 @@ def parse(words: list[str]) -> None:
         assert set(options) <= {"--nodes", "--gpus-per-node", "--array"}, rest
         assert (ROOT / rest[script]).exists(), rest
         world = int(options["--nodes"]) * int(options["--gpus-per-node"])
+        if rest[script].endswith("preflight.sbatch"):
+            scripts.preflight.arguments().parse_args(rest[script + 1 :])
+            return
         is_sweep = rest[script].endswith("sweep.sbatch")  # its file comes first
         parse_recipe_or_words(rest[script + 1 + is_sweep :], world)
     elif program == "bash":

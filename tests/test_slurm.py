@@ -405,6 +405,18 @@ def test_the_example_of_a_site_is_one():
     assert all(getattr(site, field.name) for field in dataclasses.fields(site))
 
 
+def test_a_preflight_is_a_task_for_each_gpu(tmp_path):
+    """Without a launcher, whose ranks it does not need; its exit code is theirs."""
+    script = SCRIPT.parent / "preflight.sbatch"
+    more = {"script": script, "args": ("--disk-mb", "1"), "PYTHON": "echo"}
+    rc, calls, out = submit(tmp_path, **more)
+    assert rc == 0 and out == f"-m scripts.preflight --disk-mb 1 --log.dir {tmp_path}\n"
+    assert "srun --ntasks=8 --ntasks-per-node=4 --overcommit\n" in calls
+    (tmp_path / "fails").write_text("#!/bin/bash\nexit 80\n")
+    (tmp_path / "fails").chmod(0o755)
+    assert submit(tmp_path, **more | {"PYTHON": str(tmp_path / "fails")})[0] == 80
+
+
 def test_an_interactive_start_ends_as_the_ranks_do(tmp_path):
     script = SCRIPT.parent / "interactive.sh"
     rc, calls, _ = submit(tmp_path, code="2", script=script)

@@ -26,6 +26,7 @@ SCRIPTS = {  # words of each, and what is said of them
     "mutate": ("--what",
                "unrecognized arguments: --what; see python -m scripts.mutate --help for the options"),
     "plan": ("llama3-8b --gpus many", "--gpus: expected N or MIN:MAX, such as 64 or 4:8, got 'many'"),
+    "preflight": ("--disk-mb few", "--disk-mb: expected a whole number, got 'few'"),
     "prepare_data": ("--workers few", "--workers: expected a whole number, got 'few'"),
     "reproduce": ("", "RUN: missing; see python -m scripts.reproduce --help for the options"),
     "scaling": ("laddder", "command: invalid choice: 'laddder' (choose from"),
