@@ -408,7 +408,7 @@ class LogConfig:
     #   and updates, activations, router and largest attention logit (docs/training.md); none: in no step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     tensorboard: bool = False  # write TensorBoard's event files into the run folder
-    mlflow: str | None = None  # MLflow: the address of a server or a folder, such as runs/mlflow; none: off
+    mlflow: str | None = None  # MLflow: the address of a server, or sqlite:///runs/mlflow.db; none: off
     comet: Literal["off", "offline", "online"] = "off"  # Comet
     project: str = "bevatron"  # project of W&B and Comet, experiment of MLflow
     entity: str | None = None  # the team or user that owns the project in W&B; in Comet the workspace

@@ -353,7 +353,11 @@ def print_report(reports: Sequence[NodeReport], problems: list[Problem], as_json
     if bad:
         print(f"exclude: [{', '.join(bad)}]")
     if not problems:
-        print(f"good     {len(of_node)} nodes, {len(reports)} ranks")
+        print(f"good     {counted(len(of_node), 'node')}, {counted(len(reports), 'rank')}")
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def node_row(ranks: list[NodeReport], wrong: list[str]) -> dict[str, str]:

@@ -663,7 +663,8 @@ def run_in_fork(words: list[str], folder: pathlib.Path) -> tuple[int, str]:
 def run_as_main(words: list[str]) -> int:
     """`train.py ...` or `-m MODULE ...`, as the interpreter would run it, globs expanded as a shell does."""
     expanded = [
-        str(name) for word in words for name in (sorted(pathlib.Path().glob(word)) if "*" in word else [word])
+        str(name) for word in words
+        for name in ("*" in word and sorted(pathlib.Path().glob(word)) or [word])
     ]
     try:
         if expanded[0] == "-m":

@@ -199,4 +199,4 @@ def test_a_gpu_whose_memory_another_process_holds(tmp_path, monkeypatch):
 
 def test_one_process_is_a_node_alone(tmp_path, capsys):
     assert preflight.main([*WORDS, "--folder", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.endswith("good     1 nodes, 1 ranks\n")
+    assert capsys.readouterr().out.endswith("good     1 node, 1 rank\n")
