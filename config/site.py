@@ -30,7 +30,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Site:
+class SiteSettings:
     """What the jobs of a cluster have in common. file: as it was named; None for the usual place.
 
     cores_per_rank: CPU cores, for the rank, its loader and what writes its checkpoints.
@@ -70,10 +70,10 @@ class Site:
         return found | dict(self.environment)
 
 
-def read_site(named: str | None) -> Site:
+def read_site(named: str | None) -> SiteSettings:
     """Read the file `named`, or the usual one if there is one. Raises ConfigError, naming file and key."""
     if not named and not SITE_FILE.exists():
-        return Site()
+        return SiteSettings()
     path = Path(named) if named else SITE_FILE
     tree = read_yaml(path)
     for key in tree:
@@ -82,10 +82,10 @@ def read_site(named: str | None) -> Site:
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PARSERS)}"
             raise ConfigError(f"{path}: {key}: no such key; {hint}")
     values = {key: PARSERS[key](f"{path}: {key}", value) for key, value in tree.items() if value is not None}
-    return Site(file=path.resolve() if named else None, **values)
+    return SiteSettings(file=path.resolve() if named else None, **values)
 
 
-def export_lines(site: Site, environment: Mapping[str, str]) -> list[str]:
+def export_lines(site: SiteSettings, environment: Mapping[str, str]) -> list[str]:
     """Return shell lines that set the job's variables. Those that `environment` has keep their value."""
     unset = {name: value for name, value in site.variables().items() if name not in environment}
     return [f"export {name}={shlex.quote(value)}" for name, value in unset.items()]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import ConfigError
-from config.site import VARIABLE, Site, stated_options
+from config.site import VARIABLE, SiteSettings, stated_options
 
 SCRIPT = Path("scripts") / "slurm" / "train.sbatch"  # launches the ranks, saves in time and requeues
 SCRIPT_FILE = Path(__file__).resolve().parent.parent / SCRIPT
@@ -44,7 +44,7 @@ def check_writable(file: Path) -> None:
 
 
 def batch_text(
-    shape: NodeShape, *, title: str, file: Path, name: str, words: str, site: Site = Site()
+    shape: NodeShape, *, title: str, file: Path, name: str, words: str, site: SiteSettings = SiteSettings()
 ) -> str:
     """Return the batch file: `title` is a comment, `name` the job's, `words` train.py's quoted arguments."""
     cores = [f"--cpus-per-gpu={site.cores_per_rank}"] if site.cores_per_rank else []
@@ -74,7 +74,7 @@ def batch_text(
 
 def array_text(
     runs: Sequence[list[str]], *, ranks: int, has_gpus: bool, title: str, file: Path, name: str,
-    site: Site = Site(),
+    site: SiteSettings = SiteSettings(),
 ) -> str:
     """Return the batch file of an array whose task N runs train.py with the arguments runs[N].
 
@@ -127,7 +127,7 @@ def directives(*options: str, without: Sequence[str] = ()) -> list[str]:
     return [*stated, *(line for line in lines if (found := stated_options([line])) and not found & replaced)]
 
 
-def site_lines(site: Site) -> list[str]:
+def site_lines(site: SiteSettings) -> list[str]:
     """Return the lines by which the job reads the site file that was named here."""
     return [f"export {VARIABLE}={shlex.quote(str(site.file))}"] if site.file else []
 

@@ -31,7 +31,7 @@ from config.command_line import CommandParser
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
 from config.parts import part_of
 from config.reading.grid import GridCell, cell_named, grid_cells, keep_grid, parse_grid
-from config.site import VARIABLE, Site, read_site
+from config.site import VARIABLE, SiteSettings, read_site
 from durable.programs import Programs, train_words
 from durable.progress import steps_done
 from plan import batch_file
@@ -99,7 +99,7 @@ def command_of(cell: GridCell, ranks: int) -> str:
     return shlex.join(["python", *launch, *cell.words])
 
 
-def write_array(file: Path, name: str, cells: list[GridCell], ranks: int, site: Site) -> None:
+def write_array(file: Path, name: str, cells: list[GridCell], ranks: int, site: SiteSettings) -> None:
     text = batch_file.array_text(
         [cell.words for cell in cells],
         ranks=ranks,

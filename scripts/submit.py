@@ -16,7 +16,7 @@ from pathlib import Path
 
 from config import ConfigError
 from config.command_line import CommandParser
-from config.site import VARIABLE, Site, export_lines, read_site, stated_options
+from config.site import VARIABLE, SiteSettings, export_lines, read_site, stated_options
 
 OWN_NUMBERS = ("--gpus-per-node", "--cpus-per-task", "--cpus-per-gpu", "-c")  # of GPUs and cores
 
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     os.execve(program, command, {**os.environ, **variables})
 
 
-def node_options(site: Site, words: list[str]) -> list[str]:
+def node_options(site: SiteSettings, words: list[str]) -> list[str]:
     """Return the options for GPUs and cores, unless the words or the script have numbers of their own.
 
     Raises ConfigError if the words name no script.
