@@ -408,10 +408,10 @@ def test_the_example_of_a_site_is_one():
 def test_a_preflight_is_a_task_for_each_gpu(tmp_path):
     """Without a launcher, whose ranks it does not need; its exit code is theirs."""
     script = SCRIPT.parent / "preflight.sbatch"
-    more = {"script": script, "args": ("--disk-mb", "1"), "PYTHON": "echo"}
+    more = {"script": script, "args": ("--disk-mb", "1"), "PYTHON": "echo", "SLURM_CPUS_PER_TASK": "8"}
     rc, calls, out = submit(tmp_path, **more)
     assert rc == 0 and out == f"-m scripts.preflight --disk-mb 1 --log.dir {tmp_path}\n"
-    assert "srun --ntasks=8 --ntasks-per-node=4 --overcommit\n" in calls
+    assert "srun --ntasks=8 --ntasks-per-node=4 --overcommit\n" in calls and "cores" not in calls
     (tmp_path / "fails").write_text("#!/bin/bash\nexit 80\n")
     (tmp_path / "fails").chmod(0o755)
     assert submit(tmp_path, **more | {"PYTHON": str(tmp_path / "fails")})[0] == 80

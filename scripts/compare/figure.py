@@ -80,7 +80,8 @@ def draw_figure(runs: list[Run], study: SeedStudy | None, style: FigureStyle) ->
     axes = figure.subplots()
     scale = style.size / DESIGN_SIZE
     chosen = choose_looks(runs, study)
-    alone = [run for run in runs if run.name not in chosen.in_a_mean]
+    in_a_mean = chosen.in_a_mean
+    alone = [run for run in runs if run.name not in in_a_mean]
     draw_means(axes, style.x, X_AXES[style.x], chosen, scale)
     draw_single_runs(axes, X_AXES[style.x], alone, chosen, scale)
 

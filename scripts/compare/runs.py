@@ -575,9 +575,10 @@ def draw_single_runs(
     axes: "Axes", x_of: Callable[[Run], Array], runs: list[Run], chosen: CurveLooks, scale: float = 1.0
 ) -> None:
     """Plot the curve of each run and its validations; those that are in a mean are thin and unnamed."""
+    in_a_mean = chosen.in_a_mean
     for run in runs:
         style, colour = chosen.of_run[run.name]
-        is_in_mean = run.name in chosen.in_a_mean
+        is_in_mean = run.name in in_a_mean
         shown, x = drawn_steps(run), x_of(run)
         named = {} if is_in_mean else {"label": plain_text(run.name)}
         width = scale * (0.6 if is_in_mean else 1.5)

@@ -18,7 +18,7 @@ COLUMN = FigureStyle(width=3.25, font=None, size=8.0, x="tokens", log_x=False, l
 
 
 def many(folder, number, name="r{}"):
-    losses = [float(loss) for loss in 2 + 6 * np.arange(1, 41) ** -0.5]
+    losses = [float(loss) for loss in 1.2 + 4.8 * np.arange(1, 41) ** -0.5]
     return [make_run(folder / name.format(n), [loss + 0.1 * n for loss in losses], optim__lr=1e-3 * (n + 1))
             for n in range(number)]
 
@@ -86,7 +86,7 @@ def is_tick_inside(axes, text):
 
 
 def test_a_short_logarithmic_axis_has_numbers(tmp_path):
-    """Between 2 and 8 a loss passes no power of ten."""
+    """Between 2 and 6 a loss passes no power of ten."""
     runs = [read_run(folder) for folder in many(tmp_path, 1)]
     figure = draw_figure(runs, None, dataclasses.replace(COLUMN, x="steps", log_x=True, log_y=True))
     figure.canvas.draw()
