@@ -1,7 +1,6 @@
 """Build a TrainingRun from a config: model, buckets, pipeline, optimizer, and the extras it asks for."""
 import pkgutil
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from model.sharding import sharding_config
 from model.stages import get_hidden_shape, make_stages
 from model.transformer import PipelineStage
 from optim.base import Optimizer
-from optim.lr import get_rate_schedules, learning_rate_of_run
+from optim.lr import learning_rates
 from optim.scaler import LossScaler
 from optim.spikes import SpikeState
 from parallel.extras import Extra, Extras
@@ -197,7 +196,7 @@ def build_run(
         loader=data,
         buckets=made.buckets,
         optim=optimizer_class(cfg.optim.name)(cfg.optim, made.buckets, mesh),
-        learning_rate=partial(learning_rate_of_run, phases, get_rate_schedules(phases, steps)),
+        learning_rate=learning_rates(phases, steps),
         schedules=ops,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),

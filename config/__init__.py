@@ -6,6 +6,7 @@ tree.py      key paths and value ranges
 pattern.py   kinds of blocks and their order in a model
 axes.py      degrees of parallelism and what depends on each
 optimizers.py  what each optimizer reads, keeps and supports
+site.py      what all jobs of a cluster have in common
 strict.py    strict YAML; ConfigError
 machine.py   platform check and number of cores
 provenance.py  code, command, packages and machine behind an artifact

@@ -414,7 +414,15 @@ class LogConfig:
     #   and updates, activations, router and largest attention logit (docs/training.md); none: in no step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     tensorboard: bool = False  # write TensorBoard's event files into the run folder
-    project: str = "bevatron"  # W&B project
+    mlflow: str | None = None  # MLflow: the address of a server, or sqlite:///runs/mlflow.db; none: off
+    comet: Literal["off", "offline", "online"] = "off"  # Comet
+    project: str = "bevatron"  # project of W&B and Comet, experiment of MLflow
+    entity: str | None = None  # the team or user that owns the project in W&B; in Comet the workspace
+    group: str | None = None  # group of runs in W&B; a tag in MLflow and Comet
+    tags: str | None = None  # tags of the run in W&B, MLflow and Comet, with commas between them
+    notes: str | None = None  # notes of the run in W&B, MLflow and Comet
+    alert_command: str | None = None  # a program that rank 0 runs, with one message, if the run fails or
+    #   diverges
 
 
 @dataclass(frozen=True)

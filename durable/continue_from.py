@@ -15,7 +15,7 @@ from config.reading import get_phases, saved_config
 from data.remote import RemoteError
 from durable import mirror
 from durable.restarts import MEMORY_RECORD
-from optim.lr import get_rate_schedules, learning_rate_of_run
+from optim.lr import learning_rates
 from parallel.wire import comm
 from parallel.wire.world import World
 from runtime import failure, lines, setup
@@ -135,7 +135,7 @@ def rate_notes(run: TrainingRun, start: state.StartingPoint) -> list[str]:
         return []
     if horizon is None:
         return []
-    old = learning_rate_of_run(before, get_rate_schedules(before, horizon), step)
+    old = learning_rates(before, horizon)(step)
     if math.isclose(old, run.learning_rate(step), rel_tol=1e-9):
         return []
     after = run.learning_rate(min(step + 1, run.steps))

@@ -1,6 +1,8 @@
 """Learning-rate schedules, as pure functions of the step."""
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from config import Config, OptimConfig
 from config.reading import Phases
@@ -36,20 +38,16 @@ def get_rate_schedules(phases: Phases, steps: int) -> list[RateSchedule]:
     return schedules
 
 
-def batch_factor(cfg: Config) -> float:
-    """Return what optim.lr_rule multiplies rates by, or 1 without a rule.
-
-    It is global batch / base batch to the power of 1 (linear, arXiv 1706.02677) or 1/2 (sqrt, arXiv
-    2205.10287), also while train.ramp makes the batch smaller.
-    """
-    if cfg.optim.lr_rule is None or cfg.optim.base_batch is None:
-        return 1.0
-    return (cfg.train.global_batch / cfg.optim.base_batch) ** BATCH_POWERS[cfg.optim.lr_rule]
+def learning_rates(phases: Phases, steps: int) -> Callable[[int], float]:
+    """Return the learning rate of a run of `steps` steps, as a function of the update (from 1)."""
+    of_schedules = partial(learning_rate_of_run, get_rate_schedules(phases, steps))
+    if all(phase.cfg.optim.lr_rule is None for phase in phases.all):
+        return of_schedules
+    return partial(learning_rate_of_batch, phases, of_schedules)
 
 
-def learning_rate_of_run(phases: Phases, schedules: list[RateSchedule], step: int) -> float:
-    """Return the learning rate of update `step` (from 1) of a run: that of its schedule, times the factor of
-    the batch of its phase.
+def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
+    """Return the learning rate of update `step` (from 1) of a run.
 
     The warmup of a later schedule starts from the rate of the step before it.
     """
@@ -60,7 +58,23 @@ def learning_rate_of_run(phases: Phases, schedules: list[RateSchedule], step: in
         rate = learning_rate(schedule.cfg, here, length, rate)
         if step <= schedule.last:
             break
-    return rate * batch_factor(phases.of_step(step).cfg)
+    return rate
+
+
+def learning_rate_of_batch(phases: Phases, rate: Callable[[int], float], step: int) -> float:
+    """Return rate(step) times the factor of the batch of its phase (optim.lr_rule)."""
+    return rate(step) * batch_factor(phases.of_step(step).cfg)
+
+
+def batch_factor(cfg: Config) -> float:
+    """Return what optim.lr_rule multiplies rates by, or 1 without a rule.
+
+    It is global batch / base batch to the power of 1 (linear, arXiv 1706.02677) or 1/2 (sqrt, arXiv
+    2205.10287), also while train.ramp makes the batch smaller.
+    """
+    if cfg.optim.lr_rule is None or cfg.optim.base_batch is None:
+        return 1.0
+    return (cfg.train.global_batch / cfg.optim.base_batch) ** BATCH_POWERS[cfg.optim.lr_rule]
 
 
 def warmup_steps(cfg: OptimConfig, steps: int) -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import ConfigError
+from config.site import VARIABLE, SiteSettings, stated_options
 
 SCRIPT = Path("scripts") / "slurm" / "train.sbatch"  # launches the ranks, saves in time and requeues
 SCRIPT_FILE = Path(__file__).resolve().parent.parent / SCRIPT
-DIRECTIVES = ("#SBATCH", "##SBATCH")
 
 
 class NodeShape(NamedTuple):
@@ -43,8 +43,11 @@ def check_writable(file: Path) -> None:
         raise ConfigError(f"--sbatch: {file.parent}: no such folder")
 
 
-def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: str) -> str:
+def batch_text(
+    shape: NodeShape, *, title: str, file: Path, name: str, words: str, site: SiteSettings = SiteSettings()
+) -> str:
     """Return the batch file: `title` is a comment, `name` the job's, `words` train.py's quoted arguments."""
+    cores = [f"--cpus-per-gpu={site.cores_per_rank}"] if site.cores_per_rank else []
     return "\n".join([
         "#!/usr/bin/env bash",
         f"# {title}",
@@ -52,27 +55,33 @@ def batch_text(shape: NodeShape, *, title: str, file: Path, name: str, words: st
         "#",
         f"#     sbatch {file} --data.path PREFIX",
         "#",
-        f"# {SCRIPT} says what it does. A line that begins with ##SBATCH counts once it has one # less.",
-        f"#SBATCH --job-name={name}",
-        f"#SBATCH --nodes={shape.nodes}",
-        f"#SBATCH --gpus-per-node={shape.gpus}",
-        *directives("--job-name"),
+        f"# {SCRIPT} says what it does.",
+        *directives(
+            f"--job-name={name}",
+            f"--nodes={shape.nodes}",
+            f"--gpus-per-node={shape.gpus}",
+            *cores,
+            *site.sbatch_options("gpus_per_node"),
+        ),
         "set -uo pipefail",
         "",
         'cd "${SLURM_SUBMIT_DIR:?start this with sbatch}" || exit 1',
+        *site_lines(site),
         f'exec bash {SCRIPT} {words} "$@" # the same process: SLURM\'s signal reaches it',
         "",
     ])
 
 
 def array_text(
-    runs: Sequence[list[str]], *, ranks: int, has_gpus: bool, title: str, file: Path, name: str
+    runs: Sequence[list[str]], *, ranks: int, has_gpus: bool, title: str, file: Path, name: str,
+    site: SiteSettings = SiteSettings(),
 ) -> str:
     """Return the batch file of an array whose task N runs train.py with the arguments runs[N].
 
-    `ranks`: of each run, on one node, with as many GPUs (`has_gpus`) and CPU cores: one launcher starts them.
-    `title` is a comment, `name` the job's.
+    `ranks`: of each run, on one node, with as many GPUs (`has_gpus`): one launcher starts them. Each has
+    site.cores_per_rank CPU cores, one by default. `title` is a comment, `name` the job's.
     """
+    cores = ranks * (site.cores_per_rank or 1)
     tasks = [f"    {number}) WORDS=({shlex.join(words)}) ;;" for number, words in enumerate(runs)]
     return "\n".join([
         "#!/usr/bin/env bash",
@@ -81,20 +90,23 @@ def array_text(
         "#",
         f"#     sbatch --array 0-{len(runs) - 1}%2 {file}",
         "#",
-        f"# Each task is a job of {SCRIPT}, which says what it does. A run takes {ranks} of the cores of a",
-        "# node. A line that begins with ##SBATCH counts once it has one # less.",
-        f"#SBATCH --job-name={shlex.quote(name)}",
-        f"#SBATCH --array=0-{len(runs) - 1}",
-        "#SBATCH --nodes=1",
-        *([f"#SBATCH --gpus-per-node={ranks}"] if has_gpus else []),
-        f"#SBATCH --cpus-per-task={ranks}",
-        "#SBATCH --output=slurm-%A-%a.out",
-        *directives("--job-name", "--exclusive", "--output"),
+        f"# Each task is a job of {SCRIPT}, which says what it does. A run takes {cores} of the cores of a",
+        "# node.",
+        *directives(
+            f"--job-name={shlex.quote(name)}",
+            f"--array=0-{len(runs) - 1}",
+            "--nodes=1",
+            *([f"--gpus-per-node={ranks}"] if has_gpus else []),
+            f"--cpus-per-task={cores}",
+            "--output=slurm-%A-%a.out",
+            *site.sbatch_options("gpus_per_node"),
+            without=("--exclusive",),
+        ),
         "set -uo pipefail",
         "",
         'cd "${SLURM_SUBMIT_DIR:?start this with sbatch}" || exit 1',
+        *site_lines(site),
         f"export GPUS_PER_NODE={ranks} # the ranks that the launcher starts",
-        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # which srun does not inherit from SLURM 22.05 on",
         "case ${SLURM_ARRAY_TASK_ID:?start this with sbatch} in",
         *tasks,
         '    *) echo "error: task $SLURM_ARRAY_TASK_ID: no such run" >&2; exit 2 ;;',
@@ -104,11 +116,20 @@ def array_text(
     ])
 
 
-def directives(*left_out: str) -> list[str]:
-    """Return the lines of SCRIPT for sbatch, without those that have one of these words."""
+def directives(*options: str, without: Sequence[str] = ()) -> list[str]:
+    """Return #SBATCH lines of these options, then those of SCRIPT that they do not state themselves.
+
+    without: names of options of SCRIPT to leave out.
+    """
+    stated = [f"#SBATCH {option}" for option in options]
+    replaced = {*stated_options(stated), *without}
     lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
-    found = [line for line in lines if line.startswith(DIRECTIVES)]
-    return [line for line in found if not any(word in line for word in left_out)]
+    return [*stated, *(line for line in lines if (found := stated_options([line])) and not found & replaced)]
+
+
+def site_lines(site: SiteSettings) -> list[str]:
+    """Return the lines by which the job reads the site file that was named here."""
+    return [f"export {VARIABLE}={shlex.quote(str(site.file))}"] if site.file else []
 
 
 def write_batch_file(file: Path, text: str) -> None:

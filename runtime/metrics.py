@@ -52,7 +52,7 @@ from runtime.lines import MetricsFile, read_metrics, skipped_seconds, steps_with
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
-from runtime.sinks import Sink
+from runtime.sinks import Sink, ending
 from runtime.summary import SUMMARY_FILE, best_validation
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
@@ -203,6 +203,10 @@ class MetricsLogger:
         self.sinks: list[Sink] = [wandb]
         if is_writer and cfg.log.tensorboard:
             self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
+        if is_writer and (cfg.log.mlflow is not None or cfg.log.comet != "off"):
+            from runtime.tracker_sinks import open_trackers
+
+            self.sinks += open_trackers(cfg.log, self.run_dir, name, tree)
         self.picture: LivePicture | None = None
 
         self.experts: ExpertLoadMap | None = None
@@ -508,6 +512,10 @@ class MetricsLogger:
         places = [f"{self.run_dir}/metrics.jsonl", wandb_text(self.env.wandb)]
         if self.cfg.log.tensorboard:
             places.append(f"tensorboard --logdir {self.cfg.log.dir}")
+        if self.cfg.log.mlflow is not None:
+            places.append(f"mlflow {self.cfg.log.mlflow}")
+        if self.cfg.log.comet != "off":
+            places.append(f"comet {self.cfg.log.comet}")
         console.label("log", " · ".join(places))
         if self.copied_from:
             console.write_wrapped(
@@ -712,8 +720,17 @@ class MetricsLogger:
         if self.picture:
             self.picture.stop()
         elapsed = duration(time.perf_counter() - self.created)
+        closing_line = f"{elapsed}: {reason or f'{self.steps:,} steps'}"
         for sink in self.sinks:
-            sink.close(code, f"{elapsed}: {reason or f'{self.steps:,} steps'}")
+            sink.close(code, closing_line)
+        title, level = ending(code)
+        if self.file and level == "ERROR" and self.cfg.log.alert_command is not None:
+            from runtime.alert import run_alert
+
+            name = self.cfg.log.name or self.run_dir.name
+            trouble = run_alert(self.cfg.log.alert_command, f"{name}: {title} after {closing_line}")
+            if trouble:
+                self.log_line(f"warning: {trouble}")
 
     def report_goodput(self) -> None:
         """Send the goodput of the run, over all its launches, to the sinks; print it unless the run is short

@@ -26,6 +26,7 @@ from config.provenance import Provenance, describe, read_code, typed
 from config.reading import CONFIG_FOLDER
 from model.router import mixture
 from runtime.processes import die_with_parent, handles_signal, process_seconds
+from runtime.sinks import check_reports, run_tags
 from runtime.tensorboard_sink import check_tensorboard
 
 # parts of the names of environment variables whose values are never written
@@ -57,6 +58,9 @@ class WandbSettings:
     id: str | None = None
     dir: str | None = None
     note: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ def read_environment(cfg: Config) -> LaunchEnv:
         raise ConfigError("train.unproven: needs a GPU, and torch finds none here; leave it out")
     if cfg.log.tensorboard:
         check_tensorboard()
+    check_reports(cfg.log)
     needs_hopper = cfg.train.cuda_graphs and mixture(cfg.model) is not None
     if needs_hopper and torch.cuda.get_device_capability(device)[0] < 9:
         raise ConfigError("train.cuda_graphs: with experts it needs Hopper or later, whose kernels "
@@ -400,8 +405,11 @@ def wandb_settings(cfg: Config) -> WandbSettings:
         note = "no WANDB_API_KEY"
 
     return WandbSettings(
-        mode=mode, project=env.get("WANDB_PROJECT") or cfg.log.project, entity=env.get("WANDB_ENTITY"),
-        id=env.get("WANDB_RUN_ID"), dir=env.get("WANDB_DIR"), note=note)
+        mode=mode, project=env.get("WANDB_PROJECT") or cfg.log.project,
+        entity=env.get("WANDB_ENTITY") or cfg.log.entity, id=env.get("WANDB_RUN_ID"),
+        dir=env.get("WANDB_DIR"), note=note, group=env.get("WANDB_RUN_GROUP") or cfg.log.group,
+        tags=run_tags(env.get("WANDB_TAGS") or cfg.log.tags),
+        notes=env.get("WANDB_NOTES") or cfg.log.notes)
 
 
 def has_netrc_key() -> bool:

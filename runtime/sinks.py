@@ -1,17 +1,22 @@
-"""Sinks for metrics in addition to metrics.jsonl and the console: Weights & Biases, TensorBoard.
+"""Sinks for metrics in addition to metrics.jsonl and the console: W&B, MLflow, Comet, TensorBoard.
 
 All sinks share one interface, and none can stop training: a sink that fails reports it once, and
 metrics.jsonl has everything.
 """
+import importlib.util
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
+from config import ConfigError, LogConfig
 from config.exit_codes import FINISHED, STOPPED_EARLY
 
 Values = dict[str, Any]
 
 # {exit code: (how the run ended, alert level)}; any other code is a failure.
 ENDINGS = {FINISHED: ("finished", "INFO"), STOPPED_EARLY: ("stopped early", "WARN")}
+TRACKER_PACKAGES = {"mlflow": "mlflow", "comet": "comet_ml"}
 
 
 class Sink(Protocol):
@@ -40,6 +45,34 @@ class Sink(Protocol):
 
     def close(self, code: int, closing_line: str) -> None:
         """Close the sink with the run's exit code and closing line."""
+
+
+def run_tags(text: str | None) -> tuple[str, ...]:
+    """Split log.tags: words with commas between them."""
+    return tuple(tag.strip() for tag in (text or "").split(",") if tag.strip())
+
+
+def check_reports(log: LogConfig) -> None:
+    """Raise ConfigError if a tracker's package or the program of log.alert_command is not there."""
+    packages = {"mlflow": log.mlflow is not None, "comet": log.comet != "off"}
+    for tracker in (name for name, is_asked in packages.items() if is_asked):
+        package = TRACKER_PACKAGES[tracker]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"log.{tracker}: needs the package {package} (pip install {package})")
+    if log.alert_command is not None:
+        alert_words(log.alert_command)
+
+
+def alert_words(command: str) -> list[str]:
+    """Split log.alert_command as a shell does. Raises ConfigError if there is no such program."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"log.alert_command: {command}: {error}; close the quotes") from None
+    if not words or shutil.which(words[0]) is None:
+        program = words[0] if words else "''"
+        raise ConfigError(f"log.alert_command: {program}: no such program; give the path of one")
+    return words
 
 
 def ending(code: int) -> tuple[str, str]:

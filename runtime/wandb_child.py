@@ -28,6 +28,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,16 +40,17 @@ MAX_TEXTS = 100  # newest texts in the table, which is sent as a whole each time
 OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # metrics that W&B plots over "tokens"
 
 
-def main() -> None:
+def serve(run: Callable[[int], None]) -> None:
+    """Call run(process id of the trainer) with the streams set up, and write an error as one line."""
     trainer_pid = int(sys.argv[1])  # not getppid(): the trainer may have died before the call
     threading.Thread(target=end_with, args=(trainer_pid,), daemon=True).start()
-    sys.path.pop(0)  # this folder: wandb must not import modules from it
+    sys.path.pop(0)  # this folder: the tracker must not import modules from it
 
-    # redirect wandb's output to stderr, which is /dev/null; stdout is only for errors
+    # redirect the tracker's output to stderr, which is /dev/null; stdout is only for errors
     errors = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        run_wandb(trainer_pid)
+        run(trainer_pid)
     except BaseException as error:  # wandb raises SystemExit and KeyboardInterrupt too
         write_error(errors, error)
         os._exit(1)
@@ -170,4 +172,4 @@ def end_with(trainer_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(run_wandb)

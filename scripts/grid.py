@@ -15,10 +15,12 @@ stopped ones resume. Values may be added later. runs/NAME/grid.json has the cell
 settings is refused under its name.
 
 --part K/M runs every M-th run from the K-th, for instance on another machine. --sbatch FILE writes a SLURM
-job array with a task for each run, and trains nothing.
+job array with a task for each run, and trains nothing; account, cores and the like come from the site file
+(configs/site.example.yaml).
 """
 import argparse
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -29,6 +31,7 @@ from config.command_line import CommandParser
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
 from config.parts import part_of
 from config.reading.grid import GridCell, cell_named, grid_cells, keep_grid, parse_grid
+from config.site import VARIABLE, SiteSettings, read_site
 from durable.programs import Programs, train_words
 from durable.progress import steps_done
 from plan import batch_file
@@ -50,6 +53,8 @@ def arguments() -> argparse.ArgumentParser:
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--list", action="store_true", help="print the commands, and train nothing")
     actions.add_argument("--sbatch", type=Path, metavar="FILE", help="write a SLURM job array of the runs")
+    parser.add_argument("--site", metavar="FILE", default=os.environ.get(VARIABLE),
+                        help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml")
     return parser
 
 
@@ -68,10 +73,11 @@ def main(argv: list[str]) -> int:
         return 0
     if args.sbatch is not None:
         batch_file.check_writable(args.sbatch)
-    keep_grid(grid, cells)
-    if args.sbatch is not None:
-        write_array(args.sbatch, grid.name, chosen, args.nproc)
+        site = read_site(args.site)
+        keep_grid(grid, cells)
+        write_array(args.sbatch, grid.name, chosen, args.nproc, site)
         return 0
+    keep_grid(grid, cells)
     return run_cells(chosen, args.nproc)
 
 
@@ -93,7 +99,7 @@ def command_of(cell: GridCell, ranks: int) -> str:
     return shlex.join(["python", *launch, *cell.words])
 
 
-def write_array(file: Path, name: str, cells: list[GridCell], ranks: int) -> None:
+def write_array(file: Path, name: str, cells: list[GridCell], ranks: int, site: SiteSettings) -> None:
     text = batch_file.array_text(
         [cell.words for cell in cells],
         ranks=ranks,
@@ -101,6 +107,7 @@ def write_array(file: Path, name: str, cells: list[GridCell], ranks: int) -> Non
         title=f"The grid {name}: {len(cells)} runs, a task each (scripts.grid).",
         file=file,
         name=name,
+        site=site,
     )
     batch_file.write_batch_file(file, text)
     print(f"batch    sbatch {file} · {len(cells)} tasks of {ranks} ranks")

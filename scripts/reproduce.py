@@ -229,6 +229,7 @@ def command_words(record: Tree, tree: Path, out: Path) -> list[str]:
     pinned = {key: weights["path"] for key, weights in record["inputs"].items() if key != "data"}
     pinned.pop("checkpoint.branch", None)  # it names the step
     pinned |= {"log.dir": str(out), "log.name": "run", "log.wandb": "off", "checkpoint.mirror": "none"}
+    pinned |= {"log.mlflow": "none", "log.comet": "off", "log.alert_command": "none"}
     pinned["checkpoint.mirror_failures"] = str(CheckpointConfig.mirror_failures)  # idle without a mirror
     pinned["train.threads"] = str(hardware["threads"])  # determines the order of sums
     words = ["--config", str(out / "config.yaml")]

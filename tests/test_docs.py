@@ -39,10 +39,12 @@ import scripts.generate
 import scripts.grid
 import scripts.launch
 import scripts.plan
+import scripts.preflight
 import scripts.prepare_data
 import scripts.reproduce
 import scripts.schedule
 import scripts.scrub
+import scripts.submit
 import train
 from config import ConfigError
 from config.provenance import checkout_files
@@ -309,9 +311,10 @@ PARSERS = {
     "grid": scripts.grid.arguments,
     "launch": scripts.launch.arguments,
     "mutate": lab.proof.mutate.command.make_parser, "plan": scripts.plan.arguments,
-    "prepare_data": scripts.prepare_data.arguments, "reproduce": scripts.reproduce.arguments,
+    "preflight": scripts.preflight.arguments, "prepare_data": scripts.prepare_data.arguments,
+    "reproduce": scripts.reproduce.arguments,
     "scaling": lab.scaling.command.arguments, "schedule": scripts.schedule.arguments,
-    "scrub": scripts.scrub.arguments,
+    "scrub": scripts.scrub.arguments, "submit": scripts.submit.arguments,
 }
 
 
@@ -386,6 +389,9 @@ def parse(words: list[str]) -> None:
         assert set(options) <= {"--nodes", "--gpus-per-node", "--array"}, rest
         assert (ROOT / rest[script]).exists(), rest
         world = int(options["--nodes"]) * int(options["--gpus-per-node"])
+        if rest[script].endswith("preflight.sbatch"):
+            scripts.preflight.arguments().parse_args(rest[script + 1 :])
+            return
         is_sweep = rest[script].endswith("sweep.sbatch")  # its file comes first
         parse_recipe_or_words(rest[script + 1 + is_sweep :], world)
     elif program == "bash":
@@ -453,6 +459,8 @@ def parse_script(module: str, words: list[str]) -> None:
         parse_train("train.py", options.words, options.nproc.most * options.nnodes)
         return
     options, rest = PARSERS[module.removeprefix("scripts.")]().parse_known_args(words)
+    if module == "scripts.submit":
+        return  # the rest are words of sbatch
     if module == "scripts.plan" and options.name:
         resolve(options.name, None, rest)
         return
@@ -492,6 +500,7 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "--nnodes": "needs two machines; tests/scripts/test_launcher.py has two nodes on one",
     "pip install": "installs; tests/test_install.py does, into a folder",
     "bevatron ": "needs an installation; tests/test_install.py runs the command",
+    "python -m scripts.submit": "names a script of the checkout; tests/test_slurm.py submits to a stand-in",
     "sbatch ": "needs SLURM; tests/test_slurm.py runs the script with stand-ins",
     "python -m pytest": "runs tests, which are run anyway",
     "python -m scripts.bench": "a race of minutes; tests/lab/benchmarks/ runs its parts",

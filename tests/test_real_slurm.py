@@ -211,6 +211,39 @@ def test_an_array_of_jobs_runs_the_rungs_of_a_ladder(jobs):
     assert len(summaries) == 4 and all(summary["finished"] for summary in summaries.values()), summaries
 
 
+def test_a_job_has_the_options_of_its_site(jobs):
+    """By scripts.submit; what stands on its line counts more."""
+    site = jobs.home / "site.yaml"
+    site.write_text("partition: high\ntime: 00:09:00\nexclude: [n2]\noptions: [--comment=of-the-site]\n")
+    script = jobs.home / "shown.sh"
+    script.write_text('#!/bin/bash\necho "$BEVATRON_SITE"\n')
+    words = ("--parsable", "--nodes=1", "--time=00:08:00", f"--output={jobs.home}/shown.out", str(script))
+    submit = (sys.executable, "-m", "scripts.submit", "--site", str(site), *words)
+    job = jobs.cluster.run(*submit).strip()
+    assert jobs.wait_end(job) == "COMPLETED 0:0"
+    shown = jobs.cluster.job(job)
+    expected = {"Partition": "high", "TimeLimit": "00:08:00", "ExcNodeList": "n2", "NodeList": "n1"}
+    assert shown | expected | {"Comment": "of-the-site"} == shown
+    assert jobs.printed("shown") == f"{site}\n"
+
+
+def test_a_preflight_names_its_nodes_as_slurm_does(jobs):
+    """Two ranks on each node, without a launcher; its exit code is that of the job."""
+    def preflight(name, *words):
+        options = ("--partition=low", "--nodes=2", f"--output={jobs.home}/{name}.out")
+        words = ("--folder", str(jobs.home / "preflight"), "--disk-mb", "1", *words)
+        return jobs.sbatch(*options, "scripts/slurm/preflight.sbatch", *words, GPUS_PER_NODE="2")
+
+    free = ("--min-free-gb", "0", "--max-skew", "60")
+    job = preflight("good", "--min-mb-s", "0", *free)
+    assert jobs.wait_end(job) == "COMPLETED 0:0", jobs.printed("good")
+    rows = [line.split()[:2] for line in jobs.printed("good").splitlines()]
+    assert rows[1:3] == [["n1", "2"], ["n2", "2"]]
+    job = preflight("slow", "--min-mb-s", "1e9", *free)
+    assert jobs.wait_end(job) == "FAILED 82:0", jobs.printed("slow")
+    assert "exclude: [n1, n2]\n" in jobs.printed("slow")
+
+
 REQUEUED = """#!/bin/bash
 source scripts/slurm/requeue.sh
 nodes_of_hosts() { [ "$1" = - ] || echo "$1"; } # the nodes here are of one host

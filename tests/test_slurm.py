@@ -2,6 +2,7 @@
 stays down; and every recipe of scripts/recipes against the rules at its own world size.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -13,8 +14,10 @@ import sys
 import pytest
 from waiting import wait_until
 
+from config import ConfigError
 from config.reading import resolve, split_argv
 from config.reading.schedules import plan_pipeline
+from config.site import read_site
 from plan.batch_file import batch_text, node_shape, write_batch_file
 from scripts import grid
 
@@ -46,6 +49,7 @@ case "$*" in *scripts.launch*) ;; *) exec "$REAL" "$@" ;; esac
 echo "launch $*" >> "$CALLS"
 echo "words of the ranks"
 echo "secret $BEVATRON_STORE_SECRET" >> "$CALLS"
+echo "network $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME $NCCL_IB_HCA $NCCL_DEBUG" >> "$CALLS"
 while [ -n "$WAIT" ] && [ ! -e "$RUN/STOP" ]; do sleep 0.02; done
 [ -z "$WAIT" ] || echo "STOP says $(cat "$RUN/STOP")" >> "$CALLS"
 rm -f "$RUN/STOP"
@@ -284,6 +288,133 @@ def test_a_task_of_a_grid_is_the_job_of_its_run(tmp_path):
     assert "-- llama3-tiny " in calls and "--train.seed 2 " in calls and "--log.name train.seed=2\n" in calls
     rc, calls, out = submit(tmp_path, SLURM_ARRAY_TASK_ID="3", **more)
     assert rc == 2 and not calls and "error: task 3: no such run" in out
+
+
+SITE = """
+account: mine
+partition: gpu
+time: 12:00:00
+gpus_per_node: 4
+cores_per_rank: 12
+exclude: "node[3-5],node9"
+options: [--mem=0]
+interface: ib0
+environment: {NCCL_IB_HCA: mlx5_0, NCCL_DEBUG: WARN}
+container: /images/b.sqsh
+"""
+OF_SITE = {"--account=mine", "--partition=gpu", "--time=12:00:00", "--exclude=node[3-5],node9", "--mem=0"}
+
+
+def submitted(tmp_path, *words, site=SITE, **more):
+    """What scripts.submit does, with a stand-in for sbatch -> (its exit code, words of sbatch, stderr)."""
+    (tmp_path / "site.yaml").write_text(site)
+    (tmp_path / "sbatch").write_text('#!/bin/bash\nprintf "%s\\n" "$BEVATRON_SITE" "$@" > "$CALLS"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "calls").write_text("")
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), **more}
+    command = [sys.executable, "-m", "scripts.submit", "--site", str(tmp_path / "site.yaml"), *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    return done.returncode, (tmp_path / "calls").read_text().splitlines(), done.stderr
+
+
+SCRIPTS = [*SCRIPT.parent.glob("*.sbatch"), *(ROOT / "scripts" / "scaling").glob("*.sbatch")]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_every_script_is_submitted_with_what_the_site_says(tmp_path, script):
+    words = ("--nodes", "2", str(script), "llama3-tiny", "--optim.lr", "1e-3")
+    code, called, error = submitted(tmp_path, *words)
+    assert code == 0, error
+    assert called[0] == str(tmp_path / "site.yaml") and tuple(called[-len(words):]) == words
+    assert set(called[1:-len(words)]) == OF_SITE | {"--gpus-per-node=4", "--cpus-per-gpu=12"}
+
+
+def test_what_stands_on_the_line_or_in_a_file_of_the_planner_counts_more(tmp_path):
+    """A later option of sbatch wins; two that exclude each other are never given."""
+    _, called, _ = submitted(tmp_path, "--account", "other", "--gpus-per-node", "2", str(SCRIPT))
+    assert called.index("--account=mine") < called.index("--account") and "--gpus-per-node=4" not in called
+    assert "--cpus-per-gpu=12" in called
+    _, called, _ = submitted(tmp_path, "--cpus-per-task=9", str(SCRIPT))
+    assert "--cpus-per-gpu=12" not in called and "--gpus-per-node=4" in called
+    (tmp_path / "made.sbatch").write_text("#SBATCH --gpus-per-node=1\n#SBATCH --cpus-per-task=12\n")
+    _, called, _ = submitted(tmp_path, str(tmp_path / "made.sbatch"))
+    assert set(called[1:-1]) == OF_SITE
+
+
+@pytest.mark.parametrize("site, says", [
+    ("acount: a", "acount: no such key; did you mean account?"),
+    ("nodes: 3", "nodes: no such key; there are account, partition, qos, "),
+    ("account: a b", "account: expected one word, got 'a b'"),
+    ("time: tomorrow", "time: tomorrow is not a time limit; write HOURS:MINUTES:SECONDS or DAYS-HOURS"),
+    ("gpus_per_node: 0", "gpus_per_node: expected a whole number of at least 1, got 0"),
+    ("exclude: [a b]", "exclude: expected one word, got 'a b'"),
+    ("exclude: ['node[3']", "exclude: 'node[3' names no nodes; write node7 or node[3-5]"),
+    ("options: --mem=0", "options: expected a list of options of sbatch, such as [--mem=0], got '--mem=0'"),
+    ("environment: {A-B: 1}", "environment: A-B cannot be the name of a variable"),
+    ("environment: {A: true}", "environment: A: expected text, got True; write it in \"quotes\""),
+])
+def test_a_mistake_in_the_site_file_is_one_line(tmp_path, site, says):
+    code, called, error = submitted(tmp_path, str(SCRIPT), site=site)
+    assert (code, called) == (2, [])
+    (line,) = error.splitlines()
+    assert line.startswith(f"error: {tmp_path}/site.yaml: {says}")
+
+    # a job that finds such a file starts no ranks; a grid writes no array
+    rc, calls, out = submit(tmp_path, BEVATRON_SITE=str(tmp_path / "site.yaml"))
+    assert rc == 2 and not calls and says in out
+    argv = ["llama3-tiny", "--log.dir", str(tmp_path), "--log.name", "g", "--over", "train.seed", "1", "2"]
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        grid.main([*argv, "--sbatch", str(tmp_path / "g.sbatch"), "--site", str(tmp_path / "site.yaml")])
+    assert not (tmp_path / "g.sbatch").exists() and not (tmp_path / "g").exists()
+
+
+def test_a_job_has_the_variables_and_the_container_of_its_site(tmp_path):
+    """What its environment has already stays as it is; cores that it asked for reach the ranks."""
+    (tmp_path / "site.yaml").write_text(SITE)
+    (tmp_path / "cluster.sh").write_text(f"export PYTHON={tmp_path}/python\n")
+    more = {"BEVATRON_SITE": str(tmp_path / "site.yaml"), "NCCL_DEBUG": "INFO", "SLURM_CPUS_PER_TASK": "48"}
+    more |= {"BEVATRON_ENVIRONMENT": str(tmp_path / "cluster.sh")}
+    rc, calls, out = submit(tmp_path, code="0", step="00000005", **more)
+    assert rc == 0 and f"--container-image=/images/b.sqsh --container-workdir={ROOT}" in calls, out
+    assert "cores 48\n" in calls
+    assert "network ib0 ib0 mlx5_0 INFO\n" in calls
+
+
+def test_files_of_the_planner_and_of_a_grid_have_what_the_site_says(tmp_path):
+    """An array asks for cores for each rank, its loader and its checkpoints."""
+    (tmp_path / "site.yaml").write_text(SITE)
+    site, file = read_site(str(tmp_path / "site.yaml")), tmp_path / "grid.sbatch"
+    argv = ["llama3-tiny", "--log.dir", str(tmp_path), "--log.name", "g", "--over", "train.seed", "1", "2"]
+    argv += ["--parallel.tp", "2", "--nproc", "2", "--site", str(tmp_path / "site.yaml")]
+    assert grid.main([*argv, "--sbatch", str(file)]) == 0
+    words = dict(title="a plan", file=file, name="llama3-tiny", words="llama3-tiny")
+    for text, own in (
+        (file.read_text(), {"--gpus-per-node=2", "--cpus-per-task=24"}),
+        (batch_text(node_shape(8, node=4), site=site, **words), {"--gpus-per-node=4", "--cpus-per-gpu=12"}),
+    ):
+        lines = text.splitlines()
+        assert {f"#SBATCH {option}" for option in OF_SITE | own} <= set(lines)
+        options = [line.split()[1].partition("=")[0] for line in lines if line.startswith("#SBATCH")]
+        assert len(options) == len(set(options)), options
+        assert f"export BEVATRON_SITE={tmp_path}/site.yaml" in lines
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_the_example_of_a_site_is_one():
+    site = read_site(str(ROOT / "configs" / "site.example.yaml"))
+    assert all(getattr(site, field.name) for field in dataclasses.fields(site))
+
+
+def test_a_preflight_is_a_task_for_each_gpu(tmp_path):
+    """Without a launcher, whose ranks it does not need; its exit code is theirs."""
+    script = SCRIPT.parent / "preflight.sbatch"
+    more = {"script": script, "args": ("--disk-mb", "1"), "PYTHON": "echo", "SLURM_CPUS_PER_TASK": "8"}
+    rc, calls, out = submit(tmp_path, **more)
+    assert rc == 0 and out == f"-m scripts.preflight --disk-mb 1 --log.dir {tmp_path}\n"
+    assert "srun --ntasks=8 --ntasks-per-node=4 --overcommit\n" in calls and "cores" not in calls
+    (tmp_path / "fails").write_text("#!/bin/bash\nexit 80\n")
+    (tmp_path / "fails").chmod(0o755)
+    assert submit(tmp_path, **more | {"PYTHON": str(tmp_path / "fails")})[0] == 80
 
 
 def test_an_interactive_start_ends_as_the_ranks_do(tmp_path):

@@ -382,10 +382,18 @@ TABLE = (
     ),
     UnusedKeys(
         section="log",
-        keys="project",
-        when=lambda cfg, _: cfg.log.wandb == "off",
-        why="belongs to W&B, and log.wandb is off",
-        remedy="set log.wandb, or leave it out",
+        keys="project group tags notes",
+        when=lambda cfg, _: (cfg.log.wandb, cfg.log.comet, cfg.log.mlflow) == ("off", "off", None),
+        why="belongs to W&B, MLflow and Comet, and none is on",
+        remedy="set log.wandb, log.mlflow or log.comet, or leave it out",
+        note="a job script names its project, whether a trial run is logged or not",
+    ),
+    UnusedKeys(
+        section="log",
+        keys="entity",
+        when=lambda cfg, _: (cfg.log.wandb, cfg.log.comet) == ("off", "off"),
+        why="belongs to W&B and Comet, and both are off",
+        remedy="set log.wandb or log.comet, or leave it out",
         note="a job script names its project, whether a trial run is logged or not",
     ),
     UnusedKeys(

@@ -12,6 +12,9 @@ single run it is a report. A run that cannot be read is named, and the others ar
 A folder of scripts.grid stands for its runs. Runs that differ in nothing but train.seed are one group: their
 mean, standard deviation and the 95 % interval of the mean (Student's t), and how far each group is above the
 lowest, with the interval of the difference (Welch's t). --csv writes the groups, a row each.
+
+--figure FILE.pdf draws a figure for a paper: as wide as --width, all text of --font and --font-size, the
+legend below.
 """
 import argparse
 import dataclasses
@@ -25,6 +28,7 @@ from config.command_line import CommandParser
 from config.reading.grid import GRID_FILE, grid_runs
 from config.terminal import output_width, wrapped
 from runtime.failure import fail_cleanly, one_line
+from scripts.compare.figure import X_AXES, FigureStyle, check_style, write_figure
 from scripts.compare.groups import group_csv, group_numbers, notes, study_seeds, text_lines
 from scripts.compare.runs import (
     SMOOTHING_TEXT,
@@ -52,6 +56,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="a file ending in .html or .png")
     parser.add_argument("--watch", type=int, metavar="SECONDS", help="write --out again at this interval")
     parser.add_argument("--csv", type=Path, help="a file for the means over seeds")
+    figure = parser.add_argument_group("a figure for a paper")
+    add = figure.add_argument
+    add("--figure", type=Path, metavar="FILE", help="a file ending in .pdf, .svg or .png")
+    add("--width", type=float, default=3.25, metavar="INCHES", help="of the figure: a column by default")
+    add("--font", metavar="NAME", help="such as \"Times New Roman\" or serif; none: matplotlib's")
+    add("--font-size", type=float, default=8.0, metavar="POINTS", help="of all its text")
+    add("--x", choices=tuple(X_AXES), default="tokens", help="its horizontal axis")
+    add("--log-x", action="store_true", help="a logarithmic horizontal axis, from the first step on")
+    add("--log-y", action="store_true", help="a logarithmic axis of the loss")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -62,6 +75,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out: {args.out} ends in neither .html nor .png")
     if args.watch is not None and (args.out is None or args.watch < 1):
         raise ConfigError("--watch: needs --out FILE, and at least one second")
+    style = FigureStyle(args.width, args.font, args.font_size, args.x, args.log_x, args.log_y)
+    if args.figure is not None:
+        check_style(args.figure, style)
     folders = named_folders(args.runs)
     runs, left_out = readable(folders)
     for line in left_out:
@@ -69,6 +85,8 @@ def main(argv: list[str]) -> int:
     report(runs, left_out, args.json)
     if args.csv is not None:
         replace_file(args.csv, group_csv(study_seeds(runs)).encode())
+    if args.figure is not None:
+        write_figure(runs, repeats(runs), args.figure, style)
     while args.out is not None:
         write(runs, args.out, args.watch)
         have_begun = all(folder.exists() for folder in folders.values())  # those of a grid follow each other

@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import cycle, groupby, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ from runtime.lines import Rows, is_missing, read_metrics
 from runtime.summary import SUMMARY_FILE
 from scripts.compare import groups
 from scripts.compare.groups import MeanCurve, SeedGroup, SeedStudy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Keys that do not affect the result of a run: paths, logging, host resources.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
@@ -100,7 +103,7 @@ SMOOTHING_TEXT = (f"mean over the last {SMOOTHING:.0%} of the tokens before a po
 class Run:
     """A run as read from its folder.
 
-    tokens, flops, loss, tokens_per_s, mfu: per step [steps], NaN if missing.
+    steps, tokens, flops, loss, tokens_per_s, mfu: per step [steps], NaN if missing.
     has_targets: bool [steps], whether any target counts in the step; a step without targets has no loss.
     validation_tokens, validation_loss, validation_bpb (bits per byte): per evaluation [n].
     validated_with: {key: its values in the validated phases}, for the keys that determine which tokens an
@@ -113,6 +116,7 @@ class Run:
     name: str
     settings: dict[str, Any]
     parameters: int
+    steps: Array
     tokens: Array
     flops: Array
     loss: Array
@@ -175,6 +179,7 @@ def read_run(folder: Path) -> Run:
         name=folder.name,
         settings=flat_settings(cfg),
         parameters=parameters(cfg.model)["total"],
+        steps=all_steps,
         tokens=tokens,
         flops=flops,
         loss=column(steps, "loss"),
@@ -507,6 +512,10 @@ class CurveLooks:
     of_run: dict[str, tuple[str, str]]
     of_group: list[tuple[SeedGroup, tuple[str, str]]]
 
+    @property
+    def in_a_mean(self) -> set[str]:
+        return {run.name for group, _ in self.of_group for run in group.runs}
+
 
 def choose_looks(runs: list[Run], study: SeedStudy | None) -> CurveLooks:
     """Give each mean, and each run that is in none, a look of its own."""
@@ -529,30 +538,13 @@ def draw_runs(runs: list[Run], study: SeedStudy | None = None) -> bytes:
     panels = get_x_axes(runs)
     all_axes = drawing.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     chosen = choose_looks(runs, study)
-    for group, (style, colour) in chosen.of_group:
-        curve = groups.mean_curve_of(group, panels, MAX_DRAWN)
-        for axes, x in zip(all_axes, curve.x.values()):
-            axes.plot(x, curve.loss, style, color=colour, lw=1.8, label=plain_text(curve.name))
-            low, high = curve.loss - curve.half, curve.loss + curve.half
-            axes.fill_between(x, low, high, color=colour, alpha=BAND_OPACITY, lw=0)
-    in_a_mean = {run.name for group, _ in chosen.of_group for run in group.runs}
-    for run in runs:
-        style, colour = chosen.of_run[run.name]
-        width, label = (0.6, None) if run.name in in_a_mean else (1.5, plain_text(run.name))
-        losses = run.smooth_loss
-        shown = drawn_steps(run)
-        for axes, of_run in zip(all_axes, panels.values()):
-            x = of_run(run)
-            named = {"label": label} if label else {}
-            axes.plot(x[shown], losses[shown], style, color=colour, lw=width, **named)
-            validated = np.interp(run.validation_tokens, run.tokens, x)
-            axes.plot(validated, run.validation_loss, "o", color=colour, ms=4.5, mec="white", mew=0.7)
+    for axes, (unit, x_of) in zip(all_axes, panels.items()):
+        draw_means(axes, unit, x_of, chosen)
+        draw_single_runs(axes, x_of, runs, chosen)
 
-    late = np.concatenate([run.smooth_loss[int(HIDDEN_SHARE * len(run.loss)):] for run in runs])
-    late = late[np.isfinite(late)]
-    if len(late):
-        margin = 0.05 * (late.max() - late.min()) + 1e-6
-        all_axes[0].set_ylim(late.min() - margin, late.max() + margin)
+    limits = loss_limits(runs, HIDDEN_SHARE)
+    if limits is not None:
+        all_axes[0].set_ylim(*limits)
     all_axes[0].set_ylabel("loss (nats per token)")
     for axes, unit in zip(all_axes, panels):
         axes.set_xlabel(unit)
@@ -564,6 +556,49 @@ def draw_runs(runs: list[Run], study: SeedStudy | None = None) -> bytes:
     out = io.BytesIO()
     drawing.savefig(out, format="png")
     return out.getvalue()
+
+
+def draw_means(
+    axes: "Axes", unit: str, x_of: Callable[[Run], Array], chosen: CurveLooks, scale: float = 1.0
+) -> None:
+    """Plot the mean of each group of several seeds, with its band. scale: of the width of lines."""
+    for group, (style, colour) in chosen.of_group:
+        curve = groups.mean_curve_of(group, {unit: x_of}, MAX_DRAWN)
+        x, name = curve.x[unit], plain_text(curve.name)
+        axes.plot(x, curve.loss, style, color=colour, lw=1.8 * scale, label=name)
+        low, high = curve.loss - curve.half, curve.loss + curve.half
+        axes.fill_between(x, low, high, color=colour, alpha=BAND_OPACITY, lw=0)
+        draw_validations(axes, curve.validation_x[unit], curve.validation_loss, colour, scale)
+
+
+def draw_single_runs(
+    axes: "Axes", x_of: Callable[[Run], Array], runs: list[Run], chosen: CurveLooks, scale: float = 1.0
+) -> None:
+    """Plot the curve of each run and its validations; those that are in a mean are thin and unnamed."""
+    in_a_mean = chosen.in_a_mean
+    for run in runs:
+        style, colour = chosen.of_run[run.name]
+        is_in_mean = run.name in in_a_mean
+        shown, x = drawn_steps(run), x_of(run)
+        named = {} if is_in_mean else {"label": plain_text(run.name)}
+        width = scale * (0.6 if is_in_mean else 1.5)
+        axes.plot(x[shown], run.smooth_loss[shown], style, color=colour, lw=width, **named)
+        validated = np.interp(run.validation_tokens, run.tokens, x)
+        draw_validations(axes, validated, run.validation_loss, colour, scale)
+
+
+def draw_validations(axes: "Axes", x: Array, losses: Array, colour: str, scale: float) -> None:
+    axes.plot(x, losses, "o", color=colour, ms=4.5 * scale, mec="white", mew=0.7 * scale)
+
+
+def loss_limits(runs: list[Run], hidden_share: float) -> tuple[float, float] | None:
+    """Return (lower, upper) of the loss axis, for all but the first `hidden_share` of the steps."""
+    late = np.concatenate([run.smooth_loss[int(hidden_share * len(run.loss)):] for run in runs])
+    late = late[np.isfinite(late)]
+    if not len(late):
+        return None
+    margin = 0.05 * (late.max() - late.min()) + 1e-6
+    return late.min() - margin, late.max() + margin
 
 
 # ---- as a page ---------------------------------------------------------------------------------------------

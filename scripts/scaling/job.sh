@@ -1,8 +1,8 @@
 # Sourced by the scripts of array jobs in the folder of the checkout: runs one part of an experiment, which saves
 # before the time limit, and requeues the job until it has finished, as long as its runs make progress.
 
-# shellcheck source=scripts/slurm/environment.sh
-source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1
+# shellcheck source=scripts/slurm/cluster.sh
+source scripts/slurm/cluster.sh
 # shellcheck source=scripts/slurm/requeue.sh
 source scripts/slurm/requeue.sh
 
@@ -12,9 +12,9 @@ RANKS=${RANKS##*:} # of h100:8
 
 run_part() { # takes the arguments of `python -m scripts.scaling`
     local before after run='' asked='' code again hosts
-    read -r before _ < <("${PYTHON:-python}" -m scripts.scaling "$@" --kept)
+    read -r before _ < <("$PYTHON" -m scripts.scaling "$@" --kept)
     trap 'asked=1; [ -z "$run" ] || kill -USR1 "$run"' USR1 # before the run starts: a signal may be that early
-    "${PYTHON:-python}" -m scripts.scaling "$@" &
+    "$PYTHON" -m scripts.scaling "$@" &
     run=$!
     [ -z "$asked" ] || kill -USR1 "$run"
     wait "$run"
@@ -24,7 +24,7 @@ run_part() { # takes the arguments of `python -m scripts.scaling`
         code=$?
     done
     [ "$code" -ne 0 ] || return 0
-    read -r after again hosts < <("${PYTHON:-python}" -m scripts.scaling "$@" --kept)
+    read -r after again hosts < <("$PYTHON" -m scripts.scaling "$@" --kept)
     if [ "$again" = 1 ] || { [ "$again" = - ] && [ "$code" -eq 75 ]; }; then
         if [ "$after" != "$before" ]; then
             requeue "$hosts"

@@ -1,7 +1,6 @@
-# Sourced by train.sbatch and interactive.sh in the folder of the checkout: launches the ranks of a job.
-# shellcheck source=scripts/slurm/environment.sh
-source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1 # SLURM itself sets ENVIRONMENT
-export PYTHON=${PYTHON:-python}
+# Sourced by train.sbatch, preflight.sbatch and interactive.sh in the folder of the checkout: launches the ranks of a job.
+# shellcheck source=scripts/slurm/cluster.sh
+source scripts/slurm/cluster.sh
 
 IMAGE=()
 if [ -n "${CONTAINER:-}" ]; then
@@ -17,7 +16,7 @@ read_words() { # sets WORDS, the arguments of train.py. A recipe prints its own 
     esac
 }
 
-start_ranks() { # one launcher a node
+meet() { # sets where ranks meet, and their number on a node
     # Static rendezvous: ranks are in node order, and the head is a node of this job, not the host that sbatch
     # was typed on. A node's name in SLURM may differ from its hostname; its address then counts. The port is
     # below Linux's ephemeral ports (from 32768 on). MASTER_ADDR and MASTER_PORT override both.
@@ -31,6 +30,10 @@ start_ranks() { # one launcher a node
     # signs the ranks' failure messages in their store; srun passes it on to all nodes
     BEVATRON_STORE_SECRET=${BEVATRON_STORE_SECRET:-$("$PYTHON" -c 'import secrets; print(secrets.token_hex(16))')}
     export HEAD PORT GPUS BEVATRON_STORE_SECRET
+}
+
+start_ranks() { # one launcher a node
+    meet
     # A task's variables only exist inside srun; hence the quotes.
     # shellcheck disable=SC2016
     srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${IMAGE[@]}" bash -c 'exec "$PYTHON" -m scripts.launch \

@@ -67,7 +67,8 @@ CASES = (
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
     ({"special": "true"}, "--eval.prompt none", "--eval.prompt a", 1),
     ({"tasks_every": 100, "tasks_limit": 7}, "", "--eval.tasks configs/tasks", 1),
-    ({"project": "mine"}, "", "--log.wandb offline", 1),
+    ({"project": "mine", "group": "g", "tags": "a,b", "notes": "n"}, "", "--log.mlflow runs/mlflow", 1),
+    ({"entity": "us"}, "", "--log.wandb offline", 1),
     ({"slow_window": 20}, "", "", 2),
     ({"noise_scale": "true"}, "--train.global_batch 8", "--train.global_batch 16", 1),
 )
@@ -83,7 +84,7 @@ READ = {
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",
-    "log": "dir name every inside_every wandb tensorboard",
+    "log": "dir name every inside_every wandb tensorboard mlflow comet alert_command",
     "profile": "steps",
 }
 # of the keys that config/reading/rules.py or build.py refuses where they do nothing, for any world size and

@@ -76,6 +76,7 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     assert start[1] == {
         "project": "proj", "entity": None, "name": "name", "id": stable_id(tmp_path / "run"),
         "dir": str(tmp_path / "run"), "mode": "offline", "resume": "allow", "config": {"train": {"steps": 3}},
+        "group": None, "tags": None, "notes": None,
     }
     assert logs == [["log", i, {"step": i, "train/loss": 1 / (i + 1)}] for i in range(500)]
     assert last == ["finish", 75]

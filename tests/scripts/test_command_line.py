@@ -26,11 +26,13 @@ SCRIPTS = {  # words of each, and what is said of them
     "mutate": ("--what",
                "unrecognized arguments: --what; see python -m scripts.mutate --help for the options"),
     "plan": ("llama3-8b --gpus many", "--gpus: expected N or MIN:MAX, such as 64 or 4:8, got 'many'"),
+    "preflight": ("--disk-mb few", "--disk-mb: expected a whole number, got 'few'"),
     "prepare_data": ("--workers few", "--workers: expected a whole number, got 'few'"),
     "reproduce": ("", "RUN: missing; see python -m scripts.reproduce --help for the options"),
     "scaling": ("laddder", "command: invalid choice: 'laddder' (choose from"),
     "schedule": ("--pp two", "--pp: expected a whole number, got 'two'"),
     "scrub": ("", "RUN_OR_CHECKPOINT: missing; see python -m scripts.scrub --help for the options"),
+    "submit": ("--nodes 2", "SCRIPT: missing; name what is submitted, such as scripts/slurm/train.sbatch"),
     "verify": ("llama3-tiny --world two", "--world: expected a whole number, got 'two'"),
 }
 def test_a_command_of_lab_in_a_clone_without_it_is_one_line(capsys):

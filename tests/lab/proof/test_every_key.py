@@ -27,7 +27,10 @@ WITHOUT_CELLS = {
     "parallel.auto": "chooses the layout before a run: tests/test_auto_layout.py",
     "data.cache": "a folder, of data that the proof does not make",
     "log.wandb": "a copy of what is logged",
-    "log.project": "of W&B",
+    **dict.fromkeys(("log.project", "log.entity", "log.group", "log.tags", "log.notes"), "of a tracker"),
+    "log.mlflow": "a copy of what is logged",
+    "log.comet": "a copy of what is logged",
+    "log.alert_command": "runs after a failure",
     "log.tensorboard": "a copy of what is logged",
     "profile.steps": "writes traces beside the run",
 }
