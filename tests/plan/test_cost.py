@@ -147,7 +147,7 @@ def test_every_exchange_that_cannot_hide_costs_time():
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_sums_and_gathers_share_the_links(zero, microbatches):
-    """No step is shorter than its computation, nor than all that its links carry for gradients and weights."""
+    """No step is shorter than all that its links carry for gradients and weights."""
     draw = np.random.default_rng(0)
     for _ in range(200):
         forward, backward, sums, gathers = (float(seconds) for seconds in draw.exponential(size=4))
