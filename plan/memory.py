@@ -205,7 +205,9 @@ def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> in
 
 
 def peak_activation_bytes(job: Job) -> int:
-    """Return the peak of a rank's activations, plus a hidden state and a gradient that wait in a stage."""
+    """Return the peak of a rank's activations, plus a hidden state and a gradient that wait in a stage. If
+    the copy of the masters that log.inside_every makes after the backward is larger, return its bytes.
+    """
     stages: dict[int, StageActivations] = {}
     received = [*boundary_bytes(job), 0]
     waiting = 0
@@ -213,7 +215,17 @@ def peak_activation_bytes(job: Job) -> int:
         records = tuple(records_of_stage(job, number))
         stages[number] = sum_activations(records, shared_key_bytes(job, number))
         waiting = max(waiting, received[number] + received[number + 1])
-    return peak_of_ops(job.schedule.order[job.pp], stages) + waiting
+    return max(peak_of_ops(job.schedule.order[job.pp], stages) + waiting, copied_master_bytes(job))
+
+
+def copied_master_bytes(job: Job) -> int:
+    """Return the bytes of the copy of the masters, during the update of a step that log.inside_every records
+    (model/inside.py).
+    """
+    cfg = job.cfg
+    if cfg.log.inside_every is None or cfg.parallel.offload in ("optimizer", "both"):
+        return 0
+    return master_bytes(job) * sum(bucket.shard_size for bucket in unique_buckets(buckets(job)))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -275,6 +275,19 @@ def test_activations_are_those_of_a_recorded_step(name, keys):
         assert 0.985 < planned / recorded_activations(cfg, world, rank) < 1.06, rank
 
 
+@pytest.mark.parametrize("keys", [{}, {"parallel.zero": 3}, {"optim.states": "bf16"}], ids=str)
+def test_a_step_that_is_looked_into_copies_the_masters(keys):
+    """With few tokens the copy is more than all activations."""
+    few = {"train.seq_len": 8, "train.micro_batch": 1, "train.global_batch": 2, "log.inside_every": 1}
+    cfg = with_values(resolve("llama3-tiny", None, SIZE), few | keys)
+    job = make_rank_job(cfg, 2, 0)
+    masters = memory.copied_master_bytes(job)
+    assert memory.peak_activation_bytes(job) == masters
+    assert masters <= recorded_activations(cfg, 2, 0) < 1.2 * masters + memory.passing_bytes(job)
+    offloaded = with_values(cfg, {"parallel.offload": "optimizer"})
+    assert memory.copied_master_bytes(make_rank_job(offloaded, 2, 0)) == 0
+
+
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("keys", [{}, SP, PP | {"parallel.recompute": "full"}], ids=str)
 def test_offloaded_activations_are_not_on_the_device(keys):
