@@ -70,17 +70,12 @@ class Norm(nn.Module):
         return y, total
 
     def compute(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        weight = self.factors(x)
-        bias = self.added(weight) if self.is_layer_norm else None
+        weight, bias = self.weight, self.bias
+        if weight is None:
+            weight = x.new_ones(x.shape[-1])
+        if bias is None and self.is_layer_norm:
+            bias = torch.zeros_like(weight)
         return self.function(x, residual, weight, bias, self.eps, self.compiled)
-
-    def factors(self, x: Tensor) -> Tensor:
-        """Return the weight [d], or ones if there is none. x is the input of the norm."""
-        return x.new_ones(x.shape[-1]) if self.weight is None else self.weight
-
-    def added(self, weight: Tensor) -> Tensor:
-        """Return the LayerNorm bias [d], or zeros if there is none."""
-        return torch.zeros_like(weight) if self.bias is None else self.bias
 
 
 class PlainSum:
