@@ -14,26 +14,27 @@ from typing import Any
 from config.strict import ConfigError, read_yaml
 
 SITE_FILE = Path(__file__).parent.parent / "configs" / "site.yaml"  # not tracked by git
-VARIABLE = "BEVATRON_SITE"  # names another file, also inside of a job
+SITE_VARIABLE = "BEVATRON_SITE"  # environment variable that names another file, also inside a job
 TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")  # minutes, [H:]M:S, D-H[:M[:S]]
 NODES = re.compile(r"[\w.-]+(\[[\d,-]+\][\w.-]*)?")  # node7, node[3-5,9]
 NAME = re.compile(r"[A-Za-z_]\w*")  # of a variable
-# options of sbatch that are a key's value, as they stand in an #SBATCH line
-OPTIONS = {
+OPTIONS = {  # options of sbatch whose value is that of a key
     "account": "--account",
     "partition": "--partition",
     "qos": "--qos",
     "constraint": "--constraint",
     "time": "--time",
-    "gpus_per_node": "--gpus-per-node",
 }
 
 
 @dataclass(frozen=True)
 class SiteSettings:
-    """What the jobs of a cluster have in common. file: as it was named; None for the usual place.
+    """The values of a site file. Keys that it lacks are None or empty.
 
-    cores_per_rank: CPU cores, for the rank, its loader and what writes its checkpoints.
+    file: its absolute path, or None for SITE_FILE. time: as sbatch writes it. gpus_per_node, cores_per_rank
+    (CPU cores of a rank, its loader and what writes its checkpoints): numbers, which become options where a
+    job states none of its own. options: of sbatch, as on its command line. interface: of the network.
+    environment: (variable, value) pairs.
     """
     file: Path | None = None
     account: str | None = None
@@ -50,28 +51,27 @@ class SiteSettings:
     container: str | None = None
     container_mounts: tuple[str, ...] = ()
 
-    def sbatch_options(self, *left_out: str) -> list[str]:
-        """Return the options of every job, without the keys `left_out`. `options` comes last, and wins."""
-        stated = {key: getattr(self, key) for key in OPTIONS if key not in left_out}
-        found = [f"{OPTIONS[key]}={value}" for key, value in stated.items() if value is not None]
+    def sbatch_options(self) -> list[str]:
+        """Return the options of every job, without GPUs and cores. `options` come last, so they win."""
+        values = {option: getattr(self, key) for key, option in OPTIONS.items()}
+        results = [f"{option}={value}" for option, value in values.items() if value is not None]
         if self.exclude:
-            found.append(f"--exclude={','.join(self.exclude)}")
-        return [*found, *self.options]
+            results.append(f"--exclude={','.join(self.exclude)}")
+        return [*results, *self.options]
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables of a job. `environment` wins over what other keys set."""
-        found: dict[str, str] = {}
-        if self.interface:
-            found |= {"NCCL_SOCKET_IFNAME": self.interface, "GLOO_SOCKET_IFNAME": self.interface}
-        if self.container:
-            found["CONTAINER"] = self.container
-        if self.container_mounts:
-            found["CONTAINER_MOUNTS"] = ",".join(self.container_mounts)
-        return found | dict(self.environment)
+        values = {
+            "NCCL_SOCKET_IFNAME": self.interface,
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "CONTAINER": self.container,
+            "CONTAINER_MOUNTS": ",".join(self.container_mounts),
+        }
+        return {name: value for name, value in values.items() if value} | dict(self.environment)
 
 
 def read_site(named: str | None) -> SiteSettings:
-    """Read the file `named`, or the usual one if there is one. Raises ConfigError, naming file and key."""
+    """Read the file `named`, or SITE_FILE if it exists. Raises ConfigError, naming file and key."""
     if not named and not SITE_FILE.exists():
         return SiteSettings()
     path = Path(named) if named else SITE_FILE
@@ -86,18 +86,19 @@ def read_site(named: str | None) -> SiteSettings:
 
 
 def export_lines(site: SiteSettings, environment: Mapping[str, str]) -> list[str]:
-    """Return shell lines that set the job's variables. Those that `environment` has keep their value."""
+    """Return shell lines that set the job's variables, except those that `environment` already has."""
     unset = {name: value for name, value in site.variables().items() if name not in environment}
     return [f"export {name}={shlex.quote(value)}" for name, value in unset.items()]
 
 
 def stated_options(lines: Iterable[str]) -> set[str]:
-    """Return the names of the options in the #SBATCH lines of a script."""
-    found = (re.match(r"#SBATCH (-[\w-]+)", line) for line in lines)
-    return {match[1] for match in found if match}
+    """Return the names of the options in the #SBATCH lines of a script, such as --nodes."""
+    matches = (re.match(r"#SBATCH (-[\w-]+)", line) for line in lines)
+    return {match[1] for match in matches if match}
 
 
 # ---- values ------------------------------------------------------------------------------------------------
+# Each parser takes the place of a value, "FILE: KEY", and the value. It raises ConfigError, naming the place.
 
 
 def parse_word(where: str, value: Any) -> str:
@@ -120,7 +121,7 @@ def parse_count(where: str, value: Any) -> int:
 
 
 def parse_words(where: str, value: Any) -> tuple[str, ...]:
-    """Parse a list, or a text with commas outside of brackets."""
+    """Parse a list, or a text that is split at the commas outside of brackets: "node[3,5],node9"."""
     words = re.split(r",(?![^\[]*\])", value) if isinstance(value, str) else value
     if not isinstance(words, list):
         raise ConfigError(f"{where}: expected a list, got {value!r}")
@@ -128,18 +129,18 @@ def parse_words(where: str, value: Any) -> tuple[str, ...]:
 
 
 def parse_nodes(where: str, value: Any) -> tuple[str, ...]:
-    words = parse_words(where, value)
-    wrong = [word for word in words if not NODES.fullmatch(word)]
+    nodes = parse_words(where, value)
+    wrong = [name for name in nodes if not NODES.fullmatch(name)]
     if wrong:
         raise ConfigError(f"{where}: {wrong[0]!r} names no nodes; write node7 or node[3-5]")
-    return words
+    return nodes
 
 
 def parse_options(where: str, value: Any) -> tuple[str, ...]:
-    words = parse_words(where, value) if isinstance(value, list) else ()
-    if not words or not all(word.startswith("--") for word in words):
+    options = parse_words(where, value) if isinstance(value, list) else ()
+    if not options or not all(option.startswith("--") for option in options):
         raise ConfigError(f"{where}: expected a list of options of sbatch, such as [--mem=0], got {value!r}")
-    return words
+    return options
 
 
 def parse_environment(where: str, value: Any) -> tuple[tuple[str, str], ...]:

@@ -92,7 +92,7 @@ class Muon(Optimizer):
             self.update_weights(self.buckets[index], updates[index], lr, is_good)
 
     def hidden_views(self, flats: dict[int, Tensor]) -> list[BoxValues]:
-        """Return [(box, its values)] of flat tensors {index of a hidden bucket: over its owned shard}."""
+        """Return [(box, its values)] of flats {index of a hidden bucket: flat tensor of its owned shard}."""
         views: list[BoxValues] = []
         for index in self.hidden_buckets:
             views += get_boxes(self.buckets[index], flats[index])
@@ -122,11 +122,12 @@ class Muon(Optimizer):
     def orthogonalize(self, views: list[BoxValues], is_good: Tensor) -> None:
         """Replace parts of matrices by parts of the orthogonalized matrices, in place.
 
-        `views` lists (box, its values) for all parts of the stage's hidden matrices on this rank.
+        `views` lists (box, its values) for all parts of the stage's hidden matrices on this rank. is_good:
+        whether the step counts (scalar bool); unused here, but NorMuon keeps its second moments otherwise.
         """
         like = self.buckets[0].weights.master
         matrices = gather_matrices(views, self.plan, self.group, like)
         for matrix in matrices.values():
             scale = SCALE * max(matrix.shape)**0.5
             matrix.copy_(orthogonalize(matrix, self.cfg.orthogonalize) * scale)
-        return_matrices(matrices, views, self.plan, self.group, like)
+        return_matrices(matrices, views, self.plan, group=self.group, like=like)

@@ -91,7 +91,7 @@ def plan_matrix_exchange(held_by_rank: BoxesByRank, counted_by_rank: BoxesByRank
 
 
 def plan_row_exchange(plan: MatrixExchange) -> MatrixExchange:
-    """Return the plan that exchanges one value of each row, [m, 1], where `plan` exchanges rows."""
+    """Return a plan with the same owners for one value of each row, [m, 1] for a matrix [m, n]."""
 
     def rows(boxes: list[Box]) -> list[Box]:
         return [row_box(box) for box in boxes]
@@ -107,7 +107,7 @@ def plan_row_exchange(plan: MatrixExchange) -> MatrixExchange:
 
 
 def row_box(box: Box) -> Box:
-    """Return the box of one value for each of its rows."""
+    """Return the box of the values [m, 1] of the rows of a box [m, n]."""
     return Box(box.key, (box.shape[0], 1), (box.start[0], 0), (box.size[0], 1))
 
 
@@ -122,7 +122,7 @@ def subtract_box(parts: list[Box], held: Box) -> list[Box]:
 def gather_matrices(
     views: list[BoxValues], plan: MatrixExchange, group: comm.Group, like: Tensor
 ) -> dict[str, Tensor]:
-    """Return {key: whole matrix} of those that this rank owns.
+    """Gather the matrices that this rank owns: {key: whole matrix [m, n]}. Collective over `group`.
 
     `views` lists (box, its values) for all parts of the group's matrices on this rank. `like` sets the dtype
     and the device.
@@ -141,10 +141,14 @@ def return_matrices(
     matrices: dict[str, Tensor],
     views: list[BoxValues],
     plan: MatrixExchange,
+    *,
     group: comm.Group,
     like: Tensor,
 ) -> None:
-    """Write the matrices of all owners to the views of all ranks that hold a part; as in gather_matrices."""
+    """Send owned matrices {key: [m, n]} to all ranks that hold parts, and write them to `views`, in place.
+
+    The counterpart of gather_matrices, with the same arguments. Collective over `group`.
+    """
     results: list[BoxValues] = []
     for key, matrix in matrices.items():
         results.append((Box.whole(key, matrix.shape), matrix))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import ConfigError
-from config.site import VARIABLE, SiteSettings, stated_options
+from config.site import SITE_VARIABLE, SiteSettings, stated_options
 
 SCRIPT = Path("scripts") / "slurm" / "train.sbatch"  # launches the ranks, saves in time and requeues
 SCRIPT_FILE = Path(__file__).resolve().parent.parent / SCRIPT
@@ -61,7 +61,7 @@ def batch_text(
             f"--nodes={shape.nodes}",
             f"--gpus-per-node={shape.gpus}",
             *cores,
-            *site.sbatch_options("gpus_per_node"),
+            *site.sbatch_options(),
         ),
         "set -uo pipefail",
         "",
@@ -78,8 +78,8 @@ def array_text(
 ) -> str:
     """Return the batch file of an array whose task N runs train.py with the arguments runs[N].
 
-    `ranks`: of each run, on one node, with as many GPUs (`has_gpus`): one launcher starts them. Each has
-    site.cores_per_rank CPU cores, one by default. `title` is a comment, `name` the job's.
+    `ranks`: of each run, on one node, with as many GPUs if `has_gpus`; one launcher starts them. Each rank
+    has site.cores_per_rank CPU cores, one by default. `title` is a comment, `name` the job's.
     """
     cores = ranks * (site.cores_per_rank or 1)
     tasks = [f"    {number}) WORDS=({shlex.join(words)}) ;;" for number, words in enumerate(runs)]
@@ -99,7 +99,7 @@ def array_text(
             *([f"--gpus-per-node={ranks}"] if has_gpus else []),
             f"--cpus-per-task={cores}",
             "--output=slurm-%A-%a.out",
-            *site.sbatch_options("gpus_per_node"),
+            *site.sbatch_options(),
             without=("--exclusive",),
         ),
         "set -uo pipefail",
@@ -117,19 +117,20 @@ def array_text(
 
 
 def directives(*options: str, without: Sequence[str] = ()) -> list[str]:
-    """Return #SBATCH lines of these options, then those of SCRIPT that they do not state themselves.
+    """Return #SBATCH lines of these options, then those of SCRIPT for other options.
 
     without: names of options of SCRIPT to leave out.
     """
-    stated = [f"#SBATCH {option}" for option in options]
-    replaced = {*stated_options(stated), *without}
+    own = [f"#SBATCH {option}" for option in options]
+    left_out = {*stated_options(own), *without}
     lines = SCRIPT_FILE.read_text(encoding="utf-8").splitlines()
-    return [*stated, *(line for line in lines if (found := stated_options([line])) and not found & replaced)]
+    of_script = [line for line in lines if line.startswith("#SBATCH")]
+    return [*own, *(line for line in of_script if not stated_options([line]) & left_out)]
 
 
 def site_lines(site: SiteSettings) -> list[str]:
-    """Return the lines by which the job reads the site file that was named here."""
-    return [f"export {VARIABLE}={shlex.quote(str(site.file))}"] if site.file else []
+    """Return the line that makes the job read the same site file, none for the usual file."""
+    return [f"export {SITE_VARIABLE}={shlex.quote(str(site.file))}"] if site.file else []
 
 
 def write_batch_file(file: Path, text: str) -> None:

@@ -41,8 +41,8 @@ class Child(subprocess.Popen[bytes]):
 class ChildSink:
     """A sink whose child process talks to the tracker `title`. Until begin() every method does nothing.
 
-    max_buffered: maximum backlog for the pipe in bytes. late_hint (attribute): how to send later what did not
-    arrive in time.
+    max_buffered: maximum backlog for the pipe in bytes. late_hint (attribute): what the warning adds if the
+    tracker does not answer in time, such as how to upload later.
     """
     title = "tracker"
     late_hint = ""
@@ -56,7 +56,10 @@ class ChildSink:
         self.child: Child | None = None
 
     def begin(self, program: str, first: dict[str, Any]) -> None:
-        """Start the child, a file of this folder, and send its first message. Returns at once."""
+        """Start the child, a file of this folder, and send its first message. Never blocks. Raises OSError.
+
+        child_process.py lists the messages after the first.
+        """
         self.child = Child([sys.executable, str(Path(__file__).with_name(program)), str(os.getpid())])
         os.set_blocking(self.child.stdin.fileno(), False)
         self.send(first)
@@ -77,12 +80,12 @@ class ChildSink:
         self.offer({"step": step, "name": name, "picture": str(path.resolve())})
 
     def checkpoint(self, step: int, folder: Path, files: list[Path]) -> None:
-        """Send the location of a checkpoint, which is only referenced; just `files` are copied."""
+        """Send the location of a checkpoint, which is only referenced; `files` alone may be copied."""
         paths = [str(file.resolve()) for file in files]
         self.offer({"step": step, "checkpoint": str(folder.resolve()), "files": paths})
 
     def rewind(self, step: int) -> None:
-        """Say so; a tracker keeps the old values of later steps in addition to the new ones."""
+        """Report that the run goes back to `step`. Trackers keep the values of later steps, old and new."""
         self.offer({"rewind": step})
 
     def offer(self, message: dict[str, Any]) -> None:

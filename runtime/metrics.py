@@ -52,7 +52,7 @@ from runtime.lines import MetricsFile, read_metrics, skipped_seconds, steps_with
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
-from runtime.sinks import Sink, ending
+from runtime.sinks import Sink, asked_trackers, ending
 from runtime.summary import SUMMARY_FILE, best_validation
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
@@ -203,7 +203,7 @@ class MetricsLogger:
         self.sinks: list[Sink] = [wandb]
         if is_writer and cfg.log.tensorboard:
             self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
-        if is_writer and (cfg.log.mlflow is not None or cfg.log.comet != "off"):
+        if is_writer and asked_trackers(cfg.log):
             from runtime.tracker_sinks import open_trackers
 
             self.sinks += open_trackers(cfg.log, self.run_dir, name, tree)
@@ -512,10 +512,7 @@ class MetricsLogger:
         places = [f"{self.run_dir}/metrics.jsonl", wandb_text(self.env.wandb)]
         if self.cfg.log.tensorboard:
             places.append(f"tensorboard --logdir {self.cfg.log.dir}")
-        if self.cfg.log.mlflow is not None:
-            places.append(f"mlflow {self.cfg.log.mlflow}")
-        if self.cfg.log.comet != "off":
-            places.append(f"comet {self.cfg.log.comet}")
+        places += [f"{tracker} {value}" for tracker, value in asked_trackers(self.cfg.log).items()]
         console.label("log", " · ".join(places))
         if self.copied_from:
             console.write_wrapped(

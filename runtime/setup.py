@@ -405,11 +405,16 @@ def wandb_settings(cfg: Config) -> WandbSettings:
         note = "no WANDB_API_KEY"
 
     return WandbSettings(
-        mode=mode, project=env.get("WANDB_PROJECT") or cfg.log.project,
-        entity=env.get("WANDB_ENTITY") or cfg.log.entity, id=env.get("WANDB_RUN_ID"),
-        dir=env.get("WANDB_DIR"), note=note, group=env.get("WANDB_RUN_GROUP") or cfg.log.group,
+        mode=mode,
+        project=env.get("WANDB_PROJECT") or cfg.log.project,
+        entity=env.get("WANDB_ENTITY") or cfg.log.entity,
+        id=env.get("WANDB_RUN_ID"),
+        dir=env.get("WANDB_DIR"),
+        note=note,
+        group=env.get("WANDB_RUN_GROUP") or cfg.log.group,
         tags=run_tags(env.get("WANDB_TAGS") or cfg.log.tags),
-        notes=env.get("WANDB_NOTES") or cfg.log.notes)
+        notes=env.get("WANDB_NOTES") or cfg.log.notes,
+    )
 
 
 def has_netrc_key() -> bool:

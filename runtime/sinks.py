@@ -47,32 +47,37 @@ class Sink(Protocol):
         """Close the sink with the run's exit code and closing line."""
 
 
+def asked_trackers(log: LogConfig) -> dict[str, str]:
+    """Return {mlflow or comet: the value of its key}, of those that are on."""
+    values = {"mlflow": log.mlflow, "comet": None if log.comet == "off" else log.comet}
+    return {tracker: value for tracker, value in values.items() if value is not None}
+
+
 def run_tags(text: str | None) -> tuple[str, ...]:
-    """Split log.tags: words with commas between them."""
+    """Split log.tags at its commas."""
     return tuple(tag.strip() for tag in (text or "").split(",") if tag.strip())
 
 
 def check_reports(log: LogConfig) -> None:
-    """Raise ConfigError if a tracker's package or the program of log.alert_command is not there."""
-    packages = {"mlflow": log.mlflow is not None, "comet": log.comet != "off"}
-    for tracker in (name for name, is_asked in packages.items() if is_asked):
+    """Raise ConfigError if a tracker's package or the program of log.alert_command is missing."""
+    for tracker in asked_trackers(log):
         package = TRACKER_PACKAGES[tracker]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"log.{tracker}: needs the package {package} (pip install {package})")
     if log.alert_command is not None:
-        alert_words(log.alert_command)
+        split_alert_command(log.alert_command)
 
 
-def alert_words(command: str) -> list[str]:
-    """Split log.alert_command as a shell does. Raises ConfigError if there is no such program."""
+def split_alert_command(command: str) -> list[str]:
+    """Return program and arguments of log.alert_command, split as a shell does. Raises ConfigError."""
     try:
-        words = shlex.split(command)
+        arguments = shlex.split(command)
     except ValueError as error:
         raise ConfigError(f"log.alert_command: {command}: {error}; close the quotes") from None
-    if not words or shutil.which(words[0]) is None:
-        program = words[0] if words else "''"
+    if not arguments or shutil.which(arguments[0]) is None:
+        program = arguments[0] if arguments else "''"
         raise ConfigError(f"log.alert_command: {program}: no such program; give the path of one")
-    return words
+    return arguments
 
 
 def ending(code: int) -> tuple[str, str]:

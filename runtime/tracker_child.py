@@ -1,33 +1,35 @@
 """The process that talks to MLflow or Comet: tracker_sinks.py starts it and sends JSON lines to its stdin.
 
-It imports nothing from Bevatron but wandb_child.py beside it, which describes the lines after the first one.
 The first line has kind (mlflow or comet), name, project, entity, group, tags, notes, settings {key: value},
-id_file and new_id, dir (the run folder), and address (MLflow) or online (Comet).
+id_file and new_id, dir (the run folder), and address (MLflow) or online (Comet). child_process.py describes
+the others.
 """
 import json
 import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from wandb_child import serve
+from child_process import serve
 
 MAX_PARAMS = 100  # that MLflow takes at once
 MAX_VALUE = 500  # characters of a parameter
+MLFLOW_STATUS = {"INFO": "FINISHED", "WARN": "KILLED", "ERROR": "FAILED"}  # by the level of the last line
+DIED = {"title": "failed", "text": "the trainer has died", "level": "ERROR"}  # if the last line is missing
 
 
 class Tracker(Protocol):
-    """What the two trackers have in common. ended: (exit code, how the run ended, its closing line)."""
+    """What the two trackers have in common. end(level): INFO, WARN or ERROR."""
 
     def facts(self, facts: dict[str, Any]) -> None: ...
     def values(self, values: dict[str, float], step: int) -> None: ...
     def text(self, name: str, text: str, step: int) -> None: ...
     def picture(self, name: str, path: str, step: int) -> None: ...
     def note(self, name: str, text: str) -> None: ...
-    def ended(self, code: int, title: str, text: str) -> None: ...
+    def end(self, level: str) -> None: ...
 
 
 class MlflowRun:
-    """A run in MLflow; one that the run folder knows goes on."""
+    """A run in MLflow, continued if the run folder has its id."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         import mlflow
@@ -35,17 +37,19 @@ class MlflowRun:
         self.mlflow = mlflow
         mlflow.set_tracking_uri(first["address"])
         mlflow.set_experiment(first["project"])
-        known = read_id(first["id_file"])
-        group = {"group": first["group"]} if first["group"] else {}
-        tags = {**dict.fromkeys(first["tags"], "true"), **group}
-        if known:
-            run = mlflow.start_run(run_id=known)
-        else:
-            run = mlflow.start_run(run_name=first["name"], tags=tags, description=first["notes"])
-            Path(first["id_file"]).write_text(f"{run.info.run_id}\n")
-            settings = [(key, str(value)[:MAX_VALUE]) for key, value in first["settings"].items()]
-            for begin in range(0, len(settings), MAX_PARAMS):
-                mlflow.log_params(dict(settings[begin:begin + MAX_PARAMS]))
+        run_id = read_id(first["id_file"])
+        if run_id:
+            mlflow.start_run(run_id=run_id)
+            return
+
+        tags = dict.fromkeys(first["tags"], "true")
+        if first["group"]:
+            tags["group"] = first["group"]
+        run = mlflow.start_run(run_name=first["name"], tags=tags, description=first["notes"])
+        Path(first["id_file"]).write_text(f"{run.info.run_id}\n")
+        settings = [(key, str(value)[:MAX_VALUE]) for key, value in first["settings"].items()]
+        for begin in range(0, len(settings), MAX_PARAMS):
+            mlflow.log_params(dict(settings[begin:begin + MAX_PARAMS]))
 
     def facts(self, facts: dict[str, Any]) -> None:
         self.mlflow.log_dict(facts, "run.json")
@@ -62,30 +66,25 @@ class MlflowRun:
     def note(self, name: str, text: str) -> None:
         self.mlflow.set_tag(name, text)
 
-    def ended(self, code: int, title: str, text: str) -> None:
-        self.note("end", f"{title}: {text}")
-        if title.startswith("failed"):
-            self.note("alert", f"{title}: {text}")
-            self.mlflow.end_run(status="FAILED")
-        else:
-            self.mlflow.end_run(status="FINISHED" if code == 0 else "KILLED")
+    def end(self, level: str) -> None:
+        self.mlflow.end_run(status=MLFLOW_STATUS[level])
 
 
 class CometRun:
-    """An experiment in Comet; one that the run folder knows goes on."""
+    """An experiment in Comet, continued if the run folder has its id."""
 
     def __init__(self, first: dict[str, Any]) -> None:
         import comet_ml
 
-        own = read_id(first["id_file"])
-        if not own:
-            own = first["new_id"]
-            Path(first["id_file"]).write_text(f"{own}\n")
+        key = read_id(first["id_file"])
+        if not key:
+            key = first["new_id"]
+            Path(first["id_file"]).write_text(f"{key}\n")
         tags = [*first["tags"], *([first["group"]] if first["group"] else [])]
         self.experiment = comet_ml.start(
             workspace=first["entity"],
             project_name=first["project"],
-            experiment_key=own,
+            experiment_key=key,
             mode="get_or_create",
             online=first["online"],
             experiment_config=comet_ml.ExperimentConfig(
@@ -111,10 +110,8 @@ class CometRun:
     def note(self, name: str, text: str) -> None:
         self.experiment.log_other(name, text)
 
-    def ended(self, code: int, title: str, text: str) -> None:
-        self.note("end", f"{title}: {text}")
-        if title.startswith("failed"):
-            self.note("alert", f"{title}: {text}")
+    def end(self, level: str) -> None:
+        if level == "ERROR":
             self.experiment.add_tag("failed")
         self.experiment.end()
 
@@ -126,17 +123,23 @@ def run_tracker(trainer_pid: int) -> None:
     """Read stdin and forward it to the tracker until {"finish": ...} or the end of the pipe."""
     first = json.loads(sys.stdin.readline())
     run: Tracker = TRACKERS[first["kind"]](first)
+    last = DIED
     for line in sys.stdin:
         message = json.loads(line)
         if "finish" in message:
-            run.ended(message["finish"], message["title"], message["text"])
-            return
+            last = message
+            break
         forward(run, message)
-    run.ended(1, "failed without a word", "the trainer is gone")
+
+    closing = f"{last['title']}: {last['text']}"
+    run.note("end", closing)
+    if last["level"] == "ERROR":
+        run.note("alert", closing)
+    run.end(last["level"])
 
 
 def forward(run: Tracker, message: dict[str, Any]) -> None:
-    """Hand one line to the tracker."""
+    """Pass one message to the method of the tracker that takes it."""
     if "config" in message:
         run.facts(message["config"]["run"])
     elif "rewind" in message:
@@ -149,7 +152,8 @@ def forward(run: Tracker, message: dict[str, Any]) -> None:
         run.picture(message["name"], message["picture"], message["step"])
     else:
         values = message["values"].items()
-        run.values({name: each for name, each in values if isinstance(each, (int, float))}, message["step"])
+        numbers = {name: value for name, value in values if isinstance(value, (int, float))}
+        run.values(numbers, message["step"])
 
 
 def read_id(file: str) -> str:

@@ -1,6 +1,6 @@
 """The MLflow and Comet sinks: their child process is tracker_child.py. Imported only by a run that asks.
 
-A resumed run is the same run there: the run folder has its id (mlflow_id, comet_id).
+A resumed run continues the same run of the tracker, whose id is in the run folder (mlflow_id, comet_id).
 """
 import secrets
 from pathlib import Path
@@ -9,55 +9,64 @@ from typing import Any
 from config import LogConfig
 from config.reading import flatten_tree
 from runtime.child_sink import ChildSink
-from runtime.sinks import run_tags
+from runtime.sinks import asked_trackers, run_tags
 
 
-class MlflowSink(ChildSink):
-    """MLflow sink. name: the run's name. tree: the resolved config as plain data."""
-    title = "MLflow"
+class TrackerSink(ChildSink):
+    """A sink of tracker_child.py. name: the run's name. tree: the resolved config as plain data."""
+    kind = ""  # the name of the tracker there
 
     def __init__(self, log: LogConfig, run_dir: Path, name: str, tree: dict[str, Any]) -> None:
+        """Start the child and return at once."""
         super().__init__()
+        try:
+            self.begin("tracker_child.py", {
+                "kind": self.kind,
+                "name": name,
+                "project": log.project,
+                "entity": log.entity,
+                "group": log.group,
+                "tags": list(run_tags(log.tags)),
+                "notes": log.notes,
+                "id_file": str((run_dir / f"{self.kind}_id").resolve()),
+                "new_id": secrets.token_hex(16),
+                "dir": str(run_dir.resolve()),
+                "settings": flatten_tree(tree),
+                **self.own_settings(log),
+            })
+        except OSError as error:
+            self.trouble = str(error)
+
+    def own_settings(self, log: LogConfig) -> dict[str, Any]:
+        """Return what only this tracker needs."""
+        raise NotImplementedError
+
+
+class MlflowSink(TrackerSink):
+    """MLflow sink. log.mlflow is the address of a server or a database, or a folder."""
+    title = "MLflow"
+    kind = "mlflow"
+
+    def own_settings(self, log: LogConfig) -> dict[str, Any]:
         address = str(log.mlflow)
         if "://" not in address and not address.startswith(("file:", "databricks")):
             address = Path(address).resolve().as_uri()
-        start_tracker(self, "mlflow", log, run_dir, name, tree, address=address)
+        return {"address": address}
 
 
-class CometSink(ChildSink):
-    """Comet sink; offline, it leaves an archive in the run folder, which `comet upload` sends."""
+class CometSink(TrackerSink):
+    """Comet sink. Offline, it leaves an archive in the run folder, which `comet upload` sends."""
     title = "Comet"
+    kind = "comet"
     late_hint = "; `comet upload` can send what is on disk"
 
-    def __init__(self, log: LogConfig, run_dir: Path, name: str, tree: dict[str, Any]) -> None:
-        super().__init__()
-        start_tracker(self, "comet", log, run_dir, name, tree, online=log.comet == "online")
+    def own_settings(self, log: LogConfig) -> dict[str, Any]:
+        return {"online": log.comet == "online"}
 
 
-def open_trackers(log: LogConfig, run_dir: Path, name: str, tree: dict[str, Any]) -> list[ChildSink]:
-    """Open the sinks that the config asks for."""
-    kinds = [MlflowSink] * (log.mlflow is not None) + [CometSink] * (log.comet != "off")
-    return [kind(log, run_dir, name, tree) for kind in kinds]
+SINKS = {sink.kind: sink for sink in (MlflowSink, CometSink)}
 
 
-def start_tracker(
-    sink: ChildSink, kind: str, log: LogConfig, run_dir: Path, name: str, tree: dict[str, Any], **own: Any
-) -> None:
-    """Start the child of a sink. own: what only this kind of tracker needs."""
-    try:
-        sink.begin("tracker_child.py", {
-            "kind": kind,
-            "name": name,
-            "project": log.project,
-            "entity": log.entity,
-            "group": log.group,
-            "tags": list(run_tags(log.tags)),
-            "notes": log.notes,
-            "id_file": str((run_dir / f"{kind}_id").resolve()),
-            "new_id": secrets.token_hex(16),
-            "dir": str(run_dir.resolve()),
-            "settings": flatten_tree(tree),
-            **own,
-        })
-    except OSError as error:
-        sink.trouble = str(error)
+def open_trackers(log: LogConfig, run_dir: Path, name: str, tree: dict[str, Any]) -> list[TrackerSink]:
+    """Open the sinks that the config asks for. See TrackerSink."""
+    return [SINKS[kind](log, run_dir, name, tree) for kind in asked_trackers(log)]

@@ -1,20 +1,10 @@
 """The process that talks to W&B: wandb_sink.py starts it and sends JSON lines to its stdin.
 
-It imports nothing from Bevatron. The first line is
+The first line is
 
     {"init": arguments of wandb.init, "shift_file": PATH, "program": PATH, "arguments": [of the program]}
 
-The following lines:
-
-    {"config": {...}}                               more facts about the run
-    {"step": n, "values": {...}}                    values of a step; "tokens" is the x axis of all others
-    {"step": n, "name": ..., "text": ...}           generated text, logged alone and in a table "NAMEs"
-    {"step": n, "name": ..., "picture": PATH}       a PNG file
-    {"step": n, "checkpoint": PATH, "files": [..]}  a checkpoint folder to reference, and files to copy
-    {"rewind": n}                                   the run is rewound, and later steps are repeated
-    {"finish": exit code, "title": ..., "text": ..., "level": ...}    the last one: an alert, and the end
-
-If the pipe ends without the last line, the run has died. An error is written to stdout as one line.
+and child_process.py describes the others. A text is logged alone and in a table "NAMEs".
 
 W&B drops values logged at a smaller step than before, as when a run is rewound or resumed. So W&B's step
 keeps increasing (HistoryStep), and the run's step is logged as the value "step". Their difference is kept in
@@ -22,38 +12,16 @@ the run folder, since an offline launch cannot query W&B.
 """
 import html
 import json
-import os
 import platform
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-GRACE_SECONDS = 3.0  # to finish after the trainer has died
-POLL_SECONDS = 0.5
-MAX_ERROR_LENGTH = 200
+from child_process import serve
+
 MAX_FILES = 10**7  # in a checkpoint, since every rank writes some
 MAX_TEXTS = 100  # newest texts in the table, which is sent as a whole each time
 OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # metrics that W&B plots over "tokens"
-
-
-def serve(run: Callable[[int], None]) -> None:
-    """Call run(process id of the trainer) with the streams set up, and write an error as one line."""
-    trainer_pid = int(sys.argv[1])  # not getppid(): the trainer may have died before the call
-    threading.Thread(target=end_with, args=(trainer_pid,), daemon=True).start()
-    sys.path.pop(0)  # this folder: the tracker must not import modules from it
-
-    # redirect the tracker's output to stderr, which is /dev/null; stdout is only for errors
-    errors = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        run(trainer_pid)
-    except BaseException as error:  # wandb raises SystemExit and KeyboardInterrupt too
-        write_error(errors, error)
-        os._exit(1)
 
 
 def run_wandb(trainer_pid: int) -> None:
@@ -154,21 +122,6 @@ def make_artifact(wandb: Any, run_id: str, message: dict[str, Any]) -> Any:
     for file in message["files"]:
         artifact.add_file(file)
     return artifact
-
-
-def write_error(out: TextIO, error: BaseException) -> None:
-    text = str(error).strip() or "no reason given"
-    first_line = text.splitlines()[0]
-    out.write(f"{type(error).__name__}: {first_line[:MAX_ERROR_LENGTH]}\n")
-    out.flush()
-
-
-def end_with(trainer_pid: int) -> None:
-    """Kill this process some seconds after the trainer has died, since wandb may block forever."""
-    while os.getppid() == trainer_pid:
-        time.sleep(POLL_SECONDS)
-    time.sleep(GRACE_SECONDS)
-    os.killpg(0, signal.SIGKILL)  # including the processes started by wandb
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The Weights & Biases sink: its child process is wandb_child.py.
 
 A resumed run keeps its W&B id (file wandb_id in the run folder), so that W&B shows a single run, and the
-offset of W&B's step from its own (wandb_shift).
+offset of W&B's step from the run's (wandb_shift).
 """
 import secrets
 import shlex
@@ -74,16 +74,17 @@ def stable_id(run_dir: Path) -> str:
     """
     file = Path(run_dir) / ID_FILE
     place = str(file.parent.resolve())
-    words = file.read_text().split("\n") if file.exists() else []
-    own = words[0].strip() if words else ""
-    if own and copied_from(run_dir):
-        own = ""
+    before = file.read_text() if file.exists() else ""
+    run_id = before.partition("\n")[0].strip()
+    if run_id and copied_from(run_dir):
+        run_id = ""
         (file.parent / SHIFT_FILE).unlink(missing_ok=True)  # it belongs to the original
-    written = f"{own or secrets.token_hex(4)}\n{place}\n"
-    if words != written.split("\n"):
+    run_id = run_id or secrets.token_hex(4)
+    text = f"{run_id}\n{place}\n"
+    if text != before:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(written)
-    return written.partition("\n")[0]
+        file.write_text(text)
+    return run_id
 
 
 def copied_from(run_dir: Path) -> str:

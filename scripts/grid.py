@@ -31,7 +31,7 @@ from config.command_line import CommandParser
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
 from config.parts import part_of
 from config.reading.grid import GridCell, cell_named, grid_cells, keep_grid, parse_grid
-from config.site import VARIABLE, SiteSettings, read_site
+from config.site import SITE_VARIABLE, SiteSettings, read_site
 from durable.programs import Programs, train_words
 from durable.progress import steps_done
 from plan import batch_file
@@ -53,7 +53,7 @@ def arguments() -> argparse.ArgumentParser:
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--list", action="store_true", help="print the commands, and train nothing")
     actions.add_argument("--sbatch", type=Path, metavar="FILE", help="write a SLURM job array of the runs")
-    parser.add_argument("--site", metavar="FILE", default=os.environ.get(VARIABLE),
+    parser.add_argument("--site", metavar="FILE", default=os.environ.get(SITE_VARIABLE),
                         help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml")
     return parser
 

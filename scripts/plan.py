@@ -50,7 +50,7 @@ from typing import NamedTuple
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.reading import dotted_overrides, get_phases, resolve, stated_keys, unused
-from config.site import VARIABLE, read_site
+from config.site import SITE_VARIABLE, read_site
 from config.terminal import hanging_lines, output_width, table_lines, wrapped
 from config.values import Values
 from plan import batch_file, elastic, run_limits, run_report
@@ -102,7 +102,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--top", type=int, default=TOP, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--sbatch", type=Path, metavar="FILE", help="write a batch file of SLURM that runs the best layout")
-    add("--site", metavar="FILE", default=os.environ.get(VARIABLE),
+    add("--site", metavar="FILE", default=os.environ.get(SITE_VARIABLE),
         help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml")
     add("--what-if", action="append", default=[], metavar="K=V", dest="what_if",
         help="the best layout with links=0.5, slow-rank=1.2 or jitter=0.05, and whether it stays the best "
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     if args.sbatch:
         batch_file.node_shape(args.gpus[1] if args.gpus else hardware.node, hardware.node)
         batch_file.check_writable(args.sbatch)
-        read_site(args.site)
+        read_site(args.site)  # refuses a mistake before the search
     jobs = requested_jobs(args, rest, hardware)
     rates = get_rates(hardware, args.measured)
     if len(jobs) > 1:

@@ -3,19 +3,19 @@
     sbatch --nodes 16 --gpus-per-node 8 scripts/slurm/preflight.sbatch
     torchrun --nproc-per-node 8 -m scripts.preflight --folder runs
 
-Prints a row for each node and a line for each problem, with the way out, and the bad nodes as the key
-`exclude` of the site file takes them (configs/site.example.yaml).
+Prints a row for each node, a line for each problem and its remedy, and the bad nodes in the form of the key
+`exclude` of the site file (configs/site.example.yaml).
 
-- Each rank multiplies matrices whose product is known, and sums a vector over all ranks whose sum is known.
-- Each rank exchanges a known message with the ranks 1, 2, 4, 8, ... places ahead. A node whose links are
-  wrong is in more wrong pairs than the others.
+- Each rank computes a product of matrices and a sum over all ranks whose results are known.
+- Each rank sends a known message to the ranks 1, 2, 4, 8, ... places ahead. A node with faulty links is in
+  more wrong pairs than the others.
 - One rank of each node writes a file into --folder, reads it back, and looks at the free space. Every node
   must see the folder of the first.
-- Clocks are read at the end of an exchange of all; the median of several counts.
+- Clocks are read at the end of an exchange among all ranks; the median of several readings counts.
 - GPUs: every rank has one if any has, and its memory is free.
 
-Exit codes are those of train.py: 0, 2 for a mistake, 76 if a rank does not answer, 82 if only storage fails,
-80 for anything else that is wrong with a node.
+Exit codes are those of train.py: 0, 2 for a wrong argument, 76 if a rank does not answer, 82 if only storage
+fails, 80 for any other problem of a node.
 """
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,8 +54,8 @@ MESSAGE = 1 << 20  # bytes that two ranks exchange
 CLOCK_READINGS = 5
 ALL_NODES = "all nodes"
 NO_GPU = "torch finds no GPU for a rank, and others have one; look at nvidia-smi, or leave the node out"
-FREE_SHARE = 0.9  # of a GPU's memory: less is held by another process
-FIRST_TO_GO = ("device", "read MB/s", "send GB/s")  # columns, in a narrow terminal
+FREE_SHARE = 0.9  # of a GPU's memory; if less is free, another process holds the rest
+FIRST_TO_GO = ("device", "read MB/s", "send GB/s")  # columns that a narrow terminal drops
 
 
 class Problem(NamedTuple):
@@ -67,14 +67,14 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one rank has measured. Disk and clock are those of the first rank of a node, None elsewhere.
+    """What one rank has measured. The disk's values are None on all but the first rank of a node.
 
-    wrong_senders: ranks whose messages arrived wrong here. problems: [kind, text].
+    wrong_senders: ranks whose messages arrived wrong here. problems: [kind, text] of each.
     """
     node: str
     device: str
     gpu_free: float | None  # GiB
-    clock: float  # seconds since 1970, at the end of one exchange
+    clock: float  # seconds ahead of the first rank's
     send: float  # GB/s
     wrong_senders: list[int]
     problems: list[list[str]]
@@ -100,19 +100,26 @@ def main(argv: list[str]) -> int:
         args = arguments().parse_args(argv)
         if args.disk_mb < 1:
             raise ConfigError(f"--disk-mb: {args.disk_mb}; at least 1")
+
+        # ranks with and without GPUs cannot join one job: if any has none, all meet on CPUs
         without_gpu = nodes_without_gpu(job)
         world = job.join(kind="cpu" if without_gpu else "auto")
+
         everyone = probes.uncounted(world.all_ranks())
         own = measure(args, everyone, world.device)
         reports = [NodeReport(**row) for row in comm.all_gather_objects(asdict(own), everyone)]
         missing = [Problem(node, "gpu", NO_GPU) for node in without_gpu]
         problems = [*missing, *find_problems(reports, args.max_skew)]
         print_report(reports, problems, args.json)
-        comm.all_gather_objects(0, everyone)  # a launcher ends the others at the first code that is not 0
+
+        # a launcher ends the others at the first code that is not 0
+        sys.stdout.flush()
+        comm.all_gather_objects(0, everyone)
         return exit_code(problems)
 
 
 def exit_code(problems: Sequence[Problem]) -> int:
+    """Return 0, STORAGE_FAILED if all problems are of disks, else REPLICAS_DIFFER."""
     if not problems:
         return 0
     return STORAGE_FAILED if all(problem.kind == "disk" for problem in problems) else REPLICAS_DIFFER
@@ -122,14 +129,14 @@ def exit_code(problems: Sequence[Problem]) -> int:
 
 
 def node_name() -> str:
-    """Return this node's name, as SLURM has it under srun, since --exclude takes that."""
+    """Return this node's name; under srun the one in SLURM, which --exclude takes."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def nodes_without_gpu(job: ScriptJob) -> list[str]:
     """Return the nodes with a rank that has no GPU while another rank has one. Collective.
 
-    By the job's store, since ranks with and without GPUs cannot join one job.
+    The ranks have not joined yet, so they exchange this over the job's store.
     """
     rank, size, local_rank, _ = rank_and_world()
     has_gpu = torch.cuda.device_count() > local_rank
@@ -146,32 +153,50 @@ def nodes_without_gpu(job: ScriptJob) -> list[str]:
 
 def measure(args: argparse.Namespace, everyone: Group, device: torch.device) -> NodeReport:
     """Run all checks of this rank. Collective."""
-    node, is_first_of_node = node_name(), rank_and_world()[2] == 0
+    node = node_name()
     problems: list[list[str]] = []
+
+    # this device
     name, gpu_free = device.type, None
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        free, total = torch.cuda.mem_get_info(device)
-        gpu_free = free / GIB
-        if free < FREE_SHARE * total:
-            text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of {device} are free"
-            problems.append(["gpu", f"{text}; end the process that holds the rest (nvidia-smi)"])
+        gpu_free = measure_gpu_memory(device, problems)
     try:
         size = probes.SIZES.get(device.type, probes.SMALL)
         probes.check_product(size, device, torch.float32, node)
     except probes.WrongDevice as error:
         problems.append(["device", str(error)])
 
+    # exchanges with other ranks
     wrong = wrong_sums(everyone, device)
     if wrong:
         text = f"{wrong:,} of {SUMMED:,} sums over all ranks are wrong on rank {everyone.index}"
         problems.append(["sum", f"{text}; leave the node out, and have its devices checked"])
     wrong_senders, send = exchange_in_pairs(everyone, device)
-    report = NodeReport(node, name, gpu_free, 0.0, send, wrong_senders, problems)
-    if is_first_of_node:
-        report = replace(report, **measure_disk(args, problems))
+
+    # storage and clock
+    is_first_of_node = rank_and_world()[2] == 0
+    disk = measure_disk(args, problems) if is_first_of_node else {}
     problems += check_folder(args.folder, everyone)
-    return replace(report, clock=read_clock(everyone))
+    return NodeReport(
+        node=node,
+        device=name,
+        gpu_free=gpu_free,
+        clock=read_clock(everyone),
+        send=send,
+        wrong_senders=wrong_senders,
+        problems=problems,
+        **disk,
+    )
+
+
+def measure_gpu_memory(device: torch.device, problems: list[list[str]]) -> float:
+    """Return the free memory of a GPU in GiB, and add a problem if another process holds much of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    if free < FREE_SHARE * total:
+        text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB of {device} are free"
+        problems.append(["gpu", f"{text}; end the process that holds the rest (nvidia-smi)"])
+    return free / GIB
 
 
 def wrong_sums(everyone: Group, device: torch.device) -> int:
@@ -186,7 +211,7 @@ def wrong_sums(everyone: Group, device: torch.device) -> int:
 def exchange_in_pairs(everyone: Group, device: torch.device) -> tuple[list[int], float]:
     """Exchange messages with the ranks 1, 2, 4, ... places away. Collective.
 
-    Return the ranks whose messages were wrong here, and the GB/s of the fastest exchange.
+    Return the ranks whose messages arrived wrong here, and the rate of the fastest exchange in GB/s.
     """
     wrong: list[int] = []
     fastest, distance = 0.0, 1
@@ -195,7 +220,7 @@ def exchange_in_pairs(everyone: Group, device: torch.device) -> tuple[list[int],
         target = (everyone.index + distance) % everyone.size
         source = (everyone.index - distance) % everyone.size
         received = torch.empty_like(message)
-        seconds = exchange(message, target, received, source, everyone)
+        seconds = exchange((message, target), (received, source), everyone)
         fastest = max(fastest, MESSAGE / seconds / 1e9)
         if not torch.equal(received.cpu(), probes.make_message(source, MESSAGE)):
             wrong.append(source)
@@ -203,22 +228,25 @@ def exchange_in_pairs(everyone: Group, device: torch.device) -> tuple[list[int],
     return wrong, fastest
 
 
-def exchange(message: Tensor, target: int, received: Tensor, source: int, everyone: Group) -> float:
-    """Send a message and receive one; return the seconds that it took. Collective."""
+def exchange(send: tuple[Tensor, int], receive: tuple[Tensor, int], everyone: Group) -> float:
+    """Send (message, target) and receive (buffer, source); return the time in seconds. Collective."""
     began = time.perf_counter()
-    for transfer in comm.start_transfers([(message, target)], [(received, source)], everyone):
+    for transfer in comm.start_transfers([send], [receive], everyone):
         transfer.wait()
-    comm.synchronize(message.device)
+    comm.synchronize(send[0].device)
     return time.perf_counter() - began
 
 
 def measure_disk(args: argparse.Namespace, problems: list[list[str]]) -> dict[str, float]:
-    """Write a file, read it back, look at the free space. Returns fields of NodeReport (MB/s, GiB)."""
+    """Time a file in --folder and look at the free space. Return the disk's fields of NodeReport.
+
+    Adds to `problems`. Without a file that can be written there are no fields.
+    """
     folder = args.folder.absolute()
     path = folder / f".preflight-{node_name()}-{os.getpid()}"
     block = hashlib.sha256(str(path).encode()).digest() * (MIB // 32)
 
-    def complain(text: str) -> None:
+    def add_problem(text: str) -> None:
         problems.append(["disk", f"{folder}: {text}"])
 
     try:
@@ -226,25 +254,28 @@ def measure_disk(args: argparse.Namespace, problems: list[list[str]]) -> dict[st
         write, read, is_same = time_file(path, block, args.disk_mb)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        complain(f"{error.strerror}; make room, or give a folder that every node can write (--folder)")
+        add_problem(f"{error.strerror}; make room, or give a folder that every node can write (--folder)")
         return {}
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
     if not is_same:
-        complain("a file reads back other bytes than were written; have the storage checked")
+        add_problem("a file reads back other bytes than were written; have the storage checked")
     for what, speed in (("writes", write), ("reads", read)):
         if speed < args.min_mb_s:
             least = f"less than {args.min_mb_s:g} (--min-mb-s)"
-            complain(f"{what} {speed:.0f} MB/s, {least}; checkpoints would hold up the run")
+            add_problem(f"{what} {speed:.0f} MB/s, {least}; checkpoints would hold up the run")
     if free < args.min_free_gb * GIB:
         least = f"less than {args.min_free_gb:g} (--min-free-gb)"
-        complain(f"{free / GIB:.1f} GiB free, {least}; make room, or give another --folder")
+        add_problem(f"{free / GIB:.1f} GiB free, {least}; make room, or give another --folder")
     return {"write": write, "read": read, "disk_free": free / GIB}
 
 
 def time_file(path: Path, block: bytes, blocks: int) -> tuple[float, float, bool]:
-    """Write blocks of a MiB and read them back -> (write MB/s, read MB/s, whether they are the same)."""
+    """Write blocks of a MiB and read them back: (write MB/s, read MB/s, whether they are the same).
+
+    Raises OSError.
+    """
     began = time.perf_counter()
     with open(path, "wb") as out:
         for _ in range(blocks):
@@ -261,10 +292,10 @@ def time_file(path: Path, block: bytes, blocks: int) -> tuple[float, float, bool
 
 
 def check_folder(folder: Path, everyone: Group) -> list[list[str]]:
-    """Return the problem of a rank that does not see the folder of the first rank. Collective."""
+    """Return a problem, or none, if this rank sees another folder than the first rank. Collective."""
     token = None
     if everyone.index == 0:
-        with contextlib.suppress(OSError):  # the disk's own problem
+        with contextlib.suppress(OSError):  # measure_disk reports it
             token = write_token(folder)
     token = comm.broadcast_object(token, everyone)
     problems: list[list[str]] = []
@@ -274,46 +305,65 @@ def check_folder(folder: Path, everyone: Group) -> list[list[str]]:
         except ConfigError:
             text = f"{folder.absolute()} is not the folder that the first node sees"
             problems.append(["disk", f"{text}; mount the same storage there, or give one that all share"])
-        comm.all_gather_objects(0, everyone)  # all have looked
+        comm.all_gather_objects(0, everyone)  # until all have looked
         if everyone.index == 0:
             remove_token(folder, token)
     return problems
 
 
 def read_clock(everyone: Group) -> float:
-    """Return this clock's distance from that of the first rank in seconds. Collective."""
-    distances: list[float] = []
+    """Return how far this clock is ahead of that of the first rank, in seconds. Collective."""
+    leads: list[float] = []
     for _ in range(CLOCK_READINGS):
         comm.all_gather_objects(0, everyone)
         now = time.time()
-        distances.append(now - comm.all_gather_objects(now, everyone)[0])
-    return statistics.median(distances)
+        leads.append(now - comm.all_gather_objects(now, everyone)[0])
+    return statistics.median(leads)
 
 
-# ---- what is wrong -----------------------------------------------------------------------------------------
+# ---- problems ----------------------------------------------------------------------------------------------
 
 
 def find_problems(reports: Sequence[NodeReport], max_skew: float) -> list[Problem]:
-    """Return the problems of all ranks; what a node has on several ranks is named once."""
-    found = [Problem(report.node, kind, text) for report in reports for kind, text in report.problems]
+    """Return the problems of all ranks. One that several ranks of a node have is named once.
+
+    max_skew: seconds by which a clock may differ from the median.
+    """
+    problems = [Problem(report.node, kind, text) for report in reports for kind, text in report.problems]
+
+    # a sum that is wrong on every node names none
     nodes = {report.node for report in reports}
-    if len(nodes) > 1 and {problem.node for problem in found if problem.kind == "sum"} == nodes:
+    if len(nodes) > 1 and {problem.node for problem in problems if problem.kind == "sum"} == nodes:
         text = "a sum over all ranks is wrong; leave out whom the links name, or nodes by halves"
-        found = [Problem(ALL_NODES, "sum", text), *(each for each in found if each.kind != "sum")]
-    found += wrong_links(reports)
+        others = [problem for problem in problems if problem.kind != "sum"]
+        problems = [Problem(ALL_NODES, "sum", text), *others]
+
+    # what the reports show together
+    problems += wrong_links(reports)
+    problems += wrong_clocks(reports, max_skew)
+
+    # ranks of a node name one problem with different numbers; the first counts
+    first: dict[tuple[str, str, str], Problem] = {}
+    for problem in problems:
+        first.setdefault((problem.node, problem.kind, re.sub(r"[\d.,]+", "", problem.text)), problem)
+    return list(first.values())
+
+
+def wrong_clocks(reports: Sequence[NodeReport], max_skew: float) -> list[Problem]:
+    """Return a problem for each rank whose clock is more than max_skew seconds from the median."""
     usual = statistics.median_low(report.clock for report in reports)
+    problems: list[Problem] = []
     for report in reports:
         skew = report.clock - usual
         if abs(skew) > max_skew:
             side = "ahead" if skew > 0 else "behind"
             text = f"its clock is {abs(skew):.1f} s {side}; start its time service (chronyd)"
-            found.append(Problem(report.node, "clock", text))
-    named = {(each.node, each.kind, re.sub(r"[\d.,]+", "", each.text)): each for each in reversed(found)}
-    return list(reversed(named.values()))
+            problems.append(Problem(report.node, "clock", text))
+    return problems
 
 
 def wrong_links(reports: Sequence[NodeReport]) -> list[Problem]:
-    """Return a problem for each node that is in the most wrong pairs."""
+    """Return a problem for each node that is in the most wrong pairs of sender and receiver."""
     pairs = {frozenset({report.node, reports[sender].node})
              for report in reports for sender in report.wrong_senders}
     counts = Counter(node for pair in pairs for node in pair)
@@ -336,10 +386,10 @@ def print_report(reports: Sequence[NodeReport], problems: list[Problem], as_json
         of_node.setdefault(report.node, []).append(report)
     bad = [node for node in of_node if any(problem.node == node for problem in problems)]
     if as_json:
-        rows: dict[str, Any] = {node: [asdict(report) for report in each] for node, each in of_node.items()}
+        rows: dict[str, Any] = {node: [asdict(rank) for rank in ranks] for node, ranks in of_node.items()}
         print(json.dumps({"nodes": rows, "problems": [p._asdict() for p in problems], "exclude": bad}))
         return
-    table = [node_row(each, [p.kind for p in problems if p.node == node]) for node, each in of_node.items()]
+    table = [node_row(ranks, [p.kind for p in problems if p.node == node]) for node, ranks in of_node.items()]
     lines = table_lines(
         table,
         to_left=("node", "device", "wrong"),
@@ -361,7 +411,7 @@ def counted(number: int, what: str) -> str:
 
 
 def node_row(ranks: list[NodeReport], wrong: list[str]) -> dict[str, str]:
-    """Return a row of the table."""
+    """Return a row of the table. ranks: reports of one node. wrong: kinds of its problems."""
     gpu_free = [report.gpu_free for report in ranks if report.gpu_free is not None]
     return {
         "node": ranks[0].node,
@@ -369,15 +419,16 @@ def node_row(ranks: list[NodeReport], wrong: list[str]) -> dict[str, str]:
         "device": ranks[0].device,
         "GPU GiB free": f"{min(gpu_free):.1f}" if gpu_free else "-",
         "send GB/s": f"{min(report.send for report in ranks):.2f}",
-        "write MB/s": first_number([report.write for report in ranks]),
-        "read MB/s": first_number([report.read for report in ranks]),
-        "disk GiB free": first_number([report.disk_free for report in ranks]),
+        "write MB/s": whole_number([report.write for report in ranks]),
+        "read MB/s": whole_number([report.read for report in ranks]),
+        "disk GiB free": whole_number([report.disk_free for report in ranks]),
         "clock s": f"{ranks[0].clock:+.3f}",
         "wrong": ", ".join(dict.fromkeys(wrong)) or "-",
     }
 
 
-def first_number(values: Sequence[float | None]) -> str:
+def whole_number(values: Sequence[float | None]) -> str:
+    """Return the first value that is not None, or "-"."""
     return next((f"{value:.0f}" for value in values if value is not None), "-")
 
 

@@ -3,8 +3,8 @@
     python -m scripts.submit --nodes 16 scripts/slurm/train.sbatch llama3-8b --parallel.tp 2
     python -m scripts.submit --print --nodes 16 scripts/slurm/train.sbatch llama3-8b
 
-The words are those of sbatch. The options of configs/site.yaml, of BEVATRON_SITE or of --site stand before
-them, so yours win. configs/site.example.yaml lists the keys.
+The arguments are those of sbatch. The options from configs/site.yaml, or from the file of BEVATRON_SITE or
+--site, come before them, so yours win. configs/site.example.yaml lists the keys.
 """
 import argparse
 import os
@@ -15,14 +15,15 @@ from pathlib import Path
 
 from config import ConfigError
 from config.command_line import CommandParser
-from config.site import VARIABLE, SiteSettings, export_lines, read_site, stated_options
+from config.site import SITE_VARIABLE, SiteSettings, export_lines, read_site, stated_options
 
-OWN_NUMBERS = ("--gpus-per-node", "--cpus-per-task", "--cpus-per-gpu", "-c")  # of GPUs and cores
+GPU_OPTION = "--gpus-per-node"
+CORE_OPTIONS = ("--cpus-per-task", "--cpus-per-gpu", "-c")
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m scripts.submit", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--site", metavar="FILE", default=os.environ.get(VARIABLE),
+    parser.add_argument("--site", metavar="FILE", default=os.environ.get(SITE_VARIABLE),
                         help="the site file; none: BEVATRON_SITE, or configs/site.yaml")
     parser.add_argument("--print", action="store_true",
                         help="print the command of sbatch, and submit nothing")
@@ -32,46 +33,49 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    args, words = arguments().parse_known_args(argv)
+    args, sbatch_arguments = arguments().parse_known_args(argv)
     site = read_site(args.site)
     if args.exports:
         print("\n".join(export_lines(site, os.environ)))
         return 0
-    options = site.sbatch_options("gpus_per_node") + node_options(site, words)
-    command = ["sbatch", *options, *words]
-    variables = {VARIABLE: str(site.file)} if site.file else {}  # the job reads the same file
+
+    options = site.sbatch_options() + node_options(site, sbatch_arguments)
+    command = ["sbatch", *options, *sbatch_arguments]
+    variables = {SITE_VARIABLE: str(site.file)} if site.file else {}  # the job reads the same file
     if args.print:
-        print(shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *command]
-                         if variables else command))
+        prefix = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+        print(shlex.join([*prefix, *command]))
         return 0
+
     program = shutil.which("sbatch")
     if program is None:
         raise ConfigError("sbatch: no such program; submit where SLURM is, or see the command with --print")
     os.execve(program, command, {**os.environ, **variables})
 
 
-def node_options(site: SiteSettings, words: list[str]) -> list[str]:
-    """Return the options for GPUs and cores, unless the words or the script have numbers of their own.
+def node_options(site: SiteSettings, sbatch_arguments: list[str]) -> list[str]:
+    """Return the options for GPUs and cores, except where the arguments or the script state them.
 
-    Raises ConfigError if the words name no script.
+    A script that states its cores runs on as many GPUs as it says, also if that is none. Raises ConfigError
+    if the arguments name no script.
     """
-    scripts = [Path(word) for word in words if word.endswith((".sbatch", ".sh"))]
+    scripts = [Path(word) for word in sbatch_arguments if word.endswith((".sbatch", ".sh"))]
     if not scripts:
         raise ConfigError("SCRIPT: missing; name what is submitted, such as scripts/slurm/train.sbatch")
     if not scripts[0].is_file():
         raise ConfigError(f"{scripts[0]}: no such script; submit in the folder of the checkout")
     of_script = stated_options(scripts[0].read_text(encoding="utf-8").splitlines())
-    stated = {word.partition("=")[0] for word in words} | of_script
-    found: list[str] = []
-    if site.gpus_per_node and not of_script & set(OWN_NUMBERS) and "--gpus-per-node" not in stated:
-        found.append(f"--gpus-per-node={site.gpus_per_node}")
-    if site.gpus_per_node and site.cores_per_rank and not stated & set(OWN_NUMBERS[1:]):
-        found.append(f"--cpus-per-gpu={site.cores_per_rank}")
-    return found
+    stated = {word.partition("=")[0] for word in sbatch_arguments} | of_script
+    options: list[str] = []
+    if site.gpus_per_node and GPU_OPTION not in stated and not of_script & set(CORE_OPTIONS):
+        options.append(f"{GPU_OPTION}={site.gpus_per_node}")
+    if site.gpus_per_node and site.cores_per_rank and not stated & set(CORE_OPTIONS):
+        options.append(f"--cpus-per-gpu={site.cores_per_rank}")
+    return options
 
 
 def run(argv: list[str]) -> int:
-    """Run main; a mistake is one line and code 2. Imports no torch, so it starts at once."""
+    """Run main; a ConfigError is one line and its exit code. runtime.failure would import torch for this."""
     try:
         return main(argv)
     except ConfigError as error:

@@ -13,8 +13,8 @@ A folder of scripts.grid stands for its runs. Runs that differ in nothing but tr
 mean, standard deviation and the 95 % interval of the mean (Student's t), and how far each group is above the
 lowest, with the interval of the difference (Welch's t). --csv writes the groups, a row each.
 
---figure FILE.pdf draws a figure for a paper: as wide as --width, all text of --font and --font-size, the
-legend below.
+--figure FILE.pdf draws a figure for a paper: --width inches wide, all text in --font and --font-size, the
+legend below the panel.
 """
 import argparse
 import dataclasses
@@ -75,7 +75,14 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out: {args.out} ends in neither .html nor .png")
     if args.watch is not None and (args.out is None or args.watch < 1):
         raise ConfigError("--watch: needs --out FILE, and at least one second")
-    style = FigureStyle(args.width, args.font, args.font_size, args.x, args.log_x, args.log_y)
+    style = FigureStyle(
+        width=args.width,
+        font=args.font,
+        size=args.font_size,
+        x=args.x,
+        log_x=args.log_x,
+        log_y=args.log_y,
+    )
     if args.figure is not None:
         check_style(args.figure, style)
     folders = named_folders(args.runs)

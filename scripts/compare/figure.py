@@ -1,7 +1,7 @@
 """Figures for a paper: one panel of a fixed width in inches, with a font of a given size, as PDF, SVG or PNG.
 
-Groups of several seeds are means with their bands, as the page shows them at first; other runs are lines of
-their own. The legend stands below, so that it hides no curve, and the figure is as much higher.
+Groups of several seeds are means with their bands, as the page shows them at first; other runs are single
+lines. The legend is below the panel, where it hides no curve, and adds its height to the figure.
 """
 import difflib
 import textwrap
@@ -35,7 +35,7 @@ X_AXES: dict[str, Callable[[Run], Array]] = {
     "FLOPs": lambda run: run.flops,
 }
 PANEL_RATIO = 0.62  # height of the panel over the width of the figure
-DESIGN_SIZE = 10.0  # points of text beside which a line is as wide as on the page
+DESIGN_SIZE = 10.0  # points of text at which lines are as wide as on the page
 LETTER_WIDTH = 0.55  # of an average letter, over the font size
 LINE_HEIGHT = 1.5  # of the legend, over the font size
 HANDLE_LETTERS = 6  # what the line of an entry and the gaps around it take
@@ -44,7 +44,8 @@ PNG_DPI = 300
 
 @dataclass(frozen=True)
 class FigureStyle:
-    """width: inches. font: None for matplotlib's. size: of all text, in points. x: one of X_AXES."""
+    """width: of the figure, in inches. font: a name, or None for matplotlib's. size: of all text, in points.
+    x: a key of X_AXES. log_x, log_y: whether an axis is logarithmic."""
     width: float
     font: str | None
     size: float
@@ -54,7 +55,7 @@ class FigureStyle:
 
 
 def check_style(path: Path, style: FigureStyle) -> None:
-    """Raise ConfigError, naming the option, for what cannot be drawn."""
+    """Raise ConfigError, naming the option, if the figure cannot be drawn."""
     if path.suffix not in FORMATS:
         raise ConfigError(f"--figure: {path} ends in none of {', '.join(FORMATS)}")
     if not 1 <= style.width <= 40:
@@ -78,14 +79,16 @@ def draw_figure(runs: list[Run], study: SeedStudy | None, style: FigureStyle) ->
     """Draw the losses of the runs over style.x."""
     figure = new_figure(style.width, PANEL_RATIO * style.width, dpi=PNG_DPI)
     axes = figure.subplots()
-    scale = style.size / DESIGN_SIZE
-    chosen = choose_looks(runs, study)
-    in_a_mean = chosen.in_a_mean
-    alone = [run for run in runs if run.name not in in_a_mean]
-    draw_means(axes, style.x, X_AXES[style.x], chosen, scale)
-    draw_single_runs(axes, X_AXES[style.x], alone, chosen, scale)
 
-    # on a logarithmic axis the first steps are no narrow strip, so they are shown
+    # curves
+    scale = style.size / DESIGN_SIZE
+    looks = choose_looks(runs, study)
+    in_a_mean = looks.in_a_mean
+    alone = [run for run in runs if run.name not in in_a_mean]
+    draw_means(axes, style.x, X_AXES[style.x], looks, scale=scale)
+    draw_single_runs(axes, X_AXES[style.x], alone, looks, scale=scale)
+
+    # axes; a logarithmic one shows the first steps, which take much of it
     limits = loss_limits(runs, 0.0 if style.log_x else HIDDEN_SHARE)
     if limits is not None:
         axes.set_ylim(max(limits[0], limits[1] / 1e6) if style.log_y else limits[0], limits[1])
@@ -115,20 +118,22 @@ def set_scale(axes: "Axes", which: str, is_log: bool) -> None:
 
 
 def tick_text(value: float) -> str:
-    """1.5M, 2e+18, 2.5"""
+    """Return the text of a tick: 2.5, 1.5M, 2e+18."""
     if abs(value) < 1000 or abs(value) >= 1e15:
         return f"{value:.4g}"
     text = short_number(value)  # 10.0K
-    return f"{float(text[:-1]):g}{text[-1]}"
+    return f"{float(text[:-1]):g}{text[-1]}"  # 10K
 
 
 def add_legend(figure: "Figure", axes: "Axes", style: FigureStyle) -> None:
-    """Add the legend below the panel, in as many columns as fit, and make the figure as much higher."""
+    """Add the legend below the panel, in at most three columns, and add its height to the figure."""
+    # columns that fit, and names that fit into them
     handles, names = axes.get_legend_handles_labels()
     letters = style.width * 72 / (LETTER_WIDTH * style.size)  # in a line of the figure
     columns = max(1, min(len(names), 3, int(letters / (max(map(len, names)) + HANDLE_LETTERS))))
     longest = int(letters / columns) - HANDLE_LETTERS
     wrapped = ["\n".join(textwrap.wrap(name, longest, break_on_hyphens=False)) for name in names]
+
     lines = sum(name.count("\n") + 1 for name in wrapped)
     rows = -(-lines // columns)
     figure.set_figheight(PANEL_RATIO * style.width + LINE_HEIGHT * rows * style.size / 72)

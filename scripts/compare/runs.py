@@ -514,6 +514,7 @@ class CurveLooks:
 
     @property
     def in_a_mean(self) -> set[str]:
+        """Names of the runs of these groups."""
         return {run.name for group, _ in self.of_group for run in group.runs}
 
 
@@ -532,7 +533,7 @@ def choose_looks(runs: list[Run], study: SeedStudy | None) -> CurveLooks:
 def draw_runs(runs: list[Run], study: SeedStudy | None = None) -> bytes:
     """Plot losses over tokens, and also over FLOPs if that differs. Returns a PNG.
 
-    Runs of a group of several seeds are thin beside their mean and its band.
+    Runs of a group of several seeds are thin, and its mean has a band.
     """
     drawing = new_figure(11, 4.6)
     panels = get_x_axes(runs)
@@ -559,22 +560,28 @@ def draw_runs(runs: list[Run], study: SeedStudy | None = None) -> bytes:
 
 
 def draw_means(
-    axes: "Axes", unit: str, x_of: Callable[[Run], Array], chosen: CurveLooks, scale: float = 1.0
+    axes: "Axes", unit: str, x_of: Callable[[Run], Array], chosen: CurveLooks, *, scale: float = 1.0
 ) -> None:
-    """Plot the mean of each group of several seeds, with its band. scale: of the width of lines."""
+    """Plot the mean of each group of several seeds over x_of(run), in `unit`, with its band.
+
+    scale: factor of the sizes of lines and markers.
+    """
     for group, (style, colour) in chosen.of_group:
         curve = groups.mean_curve_of(group, {unit: x_of}, MAX_DRAWN)
         x, name = curve.x[unit], plain_text(curve.name)
         axes.plot(x, curve.loss, style, color=colour, lw=1.8 * scale, label=name)
         low, high = curve.loss - curve.half, curve.loss + curve.half
         axes.fill_between(x, low, high, color=colour, alpha=BAND_OPACITY, lw=0)
-        draw_validations(axes, curve.validation_x[unit], curve.validation_loss, colour, scale)
+        draw_validations(axes, curve.validation_x[unit], curve.validation_loss, colour=colour, scale=scale)
 
 
 def draw_single_runs(
-    axes: "Axes", x_of: Callable[[Run], Array], runs: list[Run], chosen: CurveLooks, scale: float = 1.0
+    axes: "Axes", x_of: Callable[[Run], Array], runs: list[Run], chosen: CurveLooks, *, scale: float = 1.0
 ) -> None:
-    """Plot the curve of each run and its validations; those that are in a mean are thin and unnamed."""
+    """Plot the loss of each run over x_of(run), and its validations. Runs of a mean are thin and unnamed.
+
+    scale: factor of the sizes of lines and markers.
+    """
     in_a_mean = chosen.in_a_mean
     for run in runs:
         style, colour = chosen.of_run[run.name]
@@ -584,15 +591,18 @@ def draw_single_runs(
         width = scale * (0.6 if is_in_mean else 1.5)
         axes.plot(x[shown], run.smooth_loss[shown], style, color=colour, lw=width, **named)
         validated = np.interp(run.validation_tokens, run.tokens, x)
-        draw_validations(axes, validated, run.validation_loss, colour, scale)
+        draw_validations(axes, validated, run.validation_loss, colour=colour, scale=scale)
 
 
-def draw_validations(axes: "Axes", x: Array, losses: Array, colour: str, scale: float) -> None:
+def draw_validations(axes: "Axes", x: Array, losses: Array, *, colour: str, scale: float) -> None:
     axes.plot(x, losses, "o", color=colour, ms=4.5 * scale, mec="white", mew=0.7 * scale)
 
 
 def loss_limits(runs: list[Run], hidden_share: float) -> tuple[float, float] | None:
-    """Return (lower, upper) of the loss axis, for all but the first `hidden_share` of the steps."""
+    """Return the limits (lower, upper) of the loss axis, None if no loss is finite.
+
+    They contain all smoothed losses but those of the first `hidden_share` of the steps of each run.
+    """
     late = np.concatenate([run.smooth_loss[int(hidden_share * len(run.loss)):] for run in runs])
     late = late[np.isfinite(late)]
     if not len(late):
