@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from checkpoint.disk.files import drop_page_cache
 from config import ConfigError
 from config.command_line import CommandParser
 from config.terminal import output_width, table_lines
@@ -282,8 +283,7 @@ def time_file(path: Path, block: bytes, blocks: int) -> tuple[float, float, bool
             out.write(block)
         out.flush()
         os.fsync(out.fileno())
-        if hasattr(os, "posix_fadvise"):  # read from the storage, not from this node's memory
-            os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_page_cache(path)  # read from the storage, not from this node's memory
     written = time.perf_counter()
     with open(path, "rb") as file:
         is_same = all(file.read(MIB) == block for _ in range(blocks))
