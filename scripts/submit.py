@@ -8,6 +8,7 @@ them, so yours win. configs/site.example.yaml lists the keys.
 """
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from config import ConfigError
 from config.command_line import CommandParser
-from config.site import VARIABLE, SiteSettings, export_lines, read_site, stated_options
+from config.site import VARIABLE, SiteSettings, export_lines, read_site
 
-OWN_NUMBERS = ("--gpus-per-node", "--cpus-per-task", "--cpus-per-gpu", "-c")  # of GPUs and cores
+OWN_GPUS = {"--gpus-per-node", "--gpus", "-G", "--gpus-per-task", "--gpus-per-socket", "--gres=gpu"}
+OWN_CORES = {"--cpus-per-task", "--cpus-per-gpu", "-c"}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -55,19 +57,27 @@ def node_options(site: SiteSettings, words: list[str]) -> list[str]:
 
     Raises ConfigError if the words name no script.
     """
-    scripts = [Path(word) for word in words if word.endswith((".sbatch", ".sh"))]
-    if not scripts:
+    places = [place for place, word in enumerate(words) if word.endswith((".sbatch", ".sh"))]
+    if not places:
         raise ConfigError("SCRIPT: missing; name what is submitted, such as scripts/slurm/train.sbatch")
-    if not scripts[0].is_file():
-        raise ConfigError(f"{scripts[0]}: no such script; submit in the folder of the checkout")
-    of_script = stated_options(scripts[0].read_text(encoding="utf-8").splitlines())
-    stated = {word.partition("=")[0] for word in words} | of_script
+    script = Path(words[places[0]])
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such script; submit in the folder of the checkout")
+    lines = script.read_text(encoding="utf-8").splitlines()
+    of_script = option_names([line[8:] for line in lines if line.startswith("#SBATCH ")])
+    stated = option_names(words[:places[0]]) | of_script
     found: list[str] = []
-    if site.gpus_per_node and not of_script & set(OWN_NUMBERS) and "--gpus-per-node" not in stated:
+    if site.gpus_per_node and not of_script & OWN_CORES and not stated & OWN_GPUS:
         found.append(f"--gpus-per-node={site.gpus_per_node}")
-    if site.gpus_per_node and site.cores_per_rank and not stated & set(OWN_NUMBERS[1:]):
+    if site.gpus_per_node and site.cores_per_rank and not stated & OWN_CORES:
         found.append(f"--cpus-per-gpu={site.cores_per_rank}")
     return found
+
+
+def option_names(words: list[str]) -> set[str]:
+    """Return the names of these options: `-c` for `-c4`, and `--gres=gpu` where that asks for GPUs."""
+    text = " ".join(words).replace("--gres ", "--gres=")
+    return set(re.findall(r"(?:^| )(--gres=gpu|--[\w-]+|-[a-zA-Z])", text))
 
 
 def run(argv: list[str]) -> int:
