@@ -19,7 +19,7 @@ from config.reading import resolve, split_argv
 from config.reading.schedules import plan_pipeline
 from config.site import read_site
 from plan.batch_file import batch_text, node_shape, write_batch_file
-from scripts import grid
+from scripts import grid, plan
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
@@ -408,6 +408,14 @@ def test_files_of_the_planner_and_of_a_grid_have_what_the_site_says(tmp_path):
         assert len(options) == len(set(options)), options
         assert f"export BEVATRON_SITE={tmp_path}/site.yaml" in lines
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_site_without_a_batch_file_is_refused(tmp_path):
+    argv = ["llama3-tiny", "--log.dir", str(tmp_path), "--log.name", "g", "--over", "train.seed", "1", "2"]
+    with pytest.raises(ConfigError, match="--site: s.yaml does nothing without --sbatch FILE"):
+        grid.main([*argv, "--list", "--site", "s.yaml"])
+    with pytest.raises(ConfigError, match="--site: s.yaml does nothing without --sbatch FILE"):
+        plan.main(["llama3-8b", "--gpus", "8", "--cluster", "h100-ib", "--site", "s.yaml"])
 
 
 def test_the_example_of_a_site_is_one():
