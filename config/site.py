@@ -149,7 +149,7 @@ def parse_environment(where: str, value: Any) -> tuple[tuple[str, str], ...]:
     for name, text in value.items():
         if not NAME.fullmatch(str(name)):
             raise ConfigError(f"{where}: {name} cannot be the name of a variable")
-        if isinstance(text, bool) or not isinstance(text, (str, int, float)):
+        if isinstance(text, bool) or not isinstance(text, (str, int)):  # 12.10 would be 12.1
             raise ConfigError(f'{where}: {name}: expected text, got {text!r}; write it in "quotes"')
     return tuple((name, str(text)) for name, text in value.items())
 

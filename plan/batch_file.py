@@ -33,6 +33,12 @@ def node_shape(gpus: int, node: int) -> NodeShape:
     return NodeShape(nodes, node)
 
 
+def check_site(site: str | None, sbatch: Path | None) -> None:
+    """Raise ConfigError for a --site that nothing reads."""
+    if site is not None and sbatch is None:
+        raise ConfigError(f"--site: {site} does nothing without --sbatch FILE; add that, or leave it out")
+
+
 def check_writable(file: Path) -> None:
     """Raise ConfigError if the file exists or cannot be written, or if its launch script is missing."""
     if not SCRIPT_FILE.exists():

@@ -53,7 +53,7 @@ def arguments() -> argparse.ArgumentParser:
     actions = parser.add_mutually_exclusive_group()
     actions.add_argument("--list", action="store_true", help="print the commands, and train nothing")
     actions.add_argument("--sbatch", type=Path, metavar="FILE", help="write a SLURM job array of the runs")
-    parser.add_argument("--site", metavar="FILE", default=os.environ.get(SITE_VARIABLE),
+    parser.add_argument("--site", metavar="FILE",
                         help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml")
     return parser
 
@@ -62,6 +62,7 @@ def main(argv: list[str]) -> int:
     args, words = arguments().parse_known_args(argv)
     if args.nproc < 1:
         raise ConfigError(f"--nproc: {args.nproc}; at least 1")
+    batch_file.check_site(args.site, args.sbatch)
     grid = parse_grid(args.over, words)
     cells = grid_cells(grid, branch.resolve)
     for cell in cells:
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
         return 0
     if args.sbatch is not None:
         batch_file.check_writable(args.sbatch)
-        site = read_site(args.site)
+        site = read_site(args.site or os.environ.get(SITE_VARIABLE))
         keep_grid(grid, cells)
         write_array(args.sbatch, grid.name, chosen, args.nproc, site)
         return 0
@@ -110,7 +111,7 @@ def write_array(file: Path, name: str, cells: list[GridCell], ranks: int, site: 
         site=site,
     )
     batch_file.write_batch_file(file, text)
-    print(f"batch    sbatch {file} · {len(cells)} tasks of {ranks} ranks")
+    print(f"batch    sbatch {shlex.quote(str(file))} · {len(cells)} tasks of {ranks} ranks")
 
 
 def run_cells(cells: list[GridCell], ranks: int) -> int:

@@ -102,7 +102,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--top", type=int, default=TOP, help="layouts in the table")
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
     add("--sbatch", type=Path, metavar="FILE", help="write a batch file of SLURM that runs the best layout")
-    add("--site", metavar="FILE", default=os.environ.get(SITE_VARIABLE),
+    add("--site", metavar="FILE",
         help="--sbatch: the site file; none: BEVATRON_SITE, or configs/site.yaml")
     add("--what-if", action="append", default=[], metavar="K=V", dest="what_if",
         help="the best layout with links=0.5, slow-rank=1.2 or jitter=0.05, and whether it stays the best "
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
     if args.sbatch:
         batch_file.node_shape(args.gpus[1] if args.gpus else hardware.node, hardware.node)
         batch_file.check_writable(args.sbatch)
-        read_site(args.site)  # refuses a mistake before the search
+        read_site(args.site or os.environ.get(SITE_VARIABLE))  # refuses a mistake before the search
     jobs = requested_jobs(args, rest, hardware)
     rates = get_rates(hardware, args.measured)
     if len(jobs) > 1:
@@ -292,6 +292,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
                           "such as llama3-8b --gpus 64 --cluster h100-ib")
     run_report.check_requested(args)
+    batch_file.check_site(args.site, args.sbatch)
     if "," in args.name and (args.gpus is None or args.tokens is not None
                              or not run_report.is_requested(args)):
         raise ConfigError(f"{args.name}: several recipes are compared by the tokens that --days D, or "
@@ -343,8 +344,9 @@ def write_batch(args: argparse.Namespace, hardware: Cluster, best: dict, words: 
     shape = batch_file.node_shape(best["gpus"], hardware.node)
     title = (f"{args.name} on {gpu_count(best['gpus'])} of {args.cluster}: {best['layout']}, "
              f"forecast to take {best['step_s']:.3f} s a step (scripts.plan).")
+    site = read_site(args.site or os.environ.get(SITE_VARIABLE))
     text = batch_file.batch_text(
-        shape, title=title, file=args.sbatch, name=args.name, words=words, site=read_site(args.site)
+        shape, title=title, file=args.sbatch, name=args.name, words=words, site=site
     )
     batch_file.write_batch_file(args.sbatch, text)
     return {"file": str(args.sbatch), **shape._asdict()}

@@ -101,6 +101,10 @@ def main(argv: list[str]) -> int:
         args = arguments().parse_args(argv)
         if args.disk_mb < 1:
             raise ConfigError(f"--disk-mb: {args.disk_mb}; at least 1")
+        for key in ("min_mb_s", "min_free_gb", "max_skew"):
+            bound = getattr(args, key)
+            if not bound >= 0:  # nan is neither
+                raise ConfigError(f"--{key.replace('_', '-')}: {bound:g}; a number of at least 0")
 
         # ranks with and without GPUs cannot join one job: if any has none, all meet on CPUs
         without_gpu = nodes_without_gpu(job)

@@ -8,6 +8,7 @@ The arguments are those of sbatch. The options from configs/site.yaml, or from t
 """
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -15,10 +16,10 @@ from pathlib import Path
 
 from config import ConfigError
 from config.command_line import CommandParser
-from config.site import SITE_VARIABLE, SiteSettings, export_lines, read_site, stated_options
+from config.site import SITE_VARIABLE, SiteSettings, export_lines, read_site
 
-GPU_OPTION = "--gpus-per-node"
-CORE_OPTIONS = ("--cpus-per-task", "--cpus-per-gpu", "-c")
+GPU_OPTIONS = {"--gpus-per-node", "--gpus", "-G", "--gpus-per-task", "--gpus-per-socket", "--gres=gpu"}
+CORE_OPTIONS = {"--cpus-per-task", "--cpus-per-gpu", "-c"}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -59,19 +60,28 @@ def node_options(site: SiteSettings, sbatch_arguments: list[str]) -> list[str]:
     A script that states its cores runs on as many GPUs as it says, also if that is none. Raises ConfigError
     if the arguments name no script.
     """
-    scripts = [Path(word) for word in sbatch_arguments if word.endswith((".sbatch", ".sh"))]
-    if not scripts:
+    places = [place for place, word in enumerate(sbatch_arguments) if word.endswith((".sbatch", ".sh"))]
+    if not places:
         raise ConfigError("SCRIPT: missing; name what is submitted, such as scripts/slurm/train.sbatch")
-    if not scripts[0].is_file():
-        raise ConfigError(f"{scripts[0]}: no such script; submit in the folder of the checkout")
-    of_script = stated_options(scripts[0].read_text(encoding="utf-8").splitlines())
-    stated = {word.partition("=")[0] for word in sbatch_arguments} | of_script
+    script = Path(sbatch_arguments[places[0]])
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such script; submit in the folder of the checkout")
+    lines = script.read_text(encoding="utf-8").splitlines()
+    of_script = option_names([line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")])
+    stated = option_names(sbatch_arguments[:places[0]]) | of_script
+
     options: list[str] = []
-    if site.gpus_per_node and GPU_OPTION not in stated and not of_script & set(CORE_OPTIONS):
-        options.append(f"{GPU_OPTION}={site.gpus_per_node}")
-    if site.gpus_per_node and site.cores_per_rank and not stated & set(CORE_OPTIONS):
+    if site.gpus_per_node and not stated & GPU_OPTIONS and not of_script & CORE_OPTIONS:
+        options.append(f"--gpus-per-node={site.gpus_per_node}")
+    if site.gpus_per_node and site.cores_per_rank and not stated & CORE_OPTIONS:
         options.append(f"--cpus-per-gpu={site.cores_per_rank}")
     return options
+
+
+def option_names(words: list[str]) -> set[str]:
+    """Return the names of these options: `-c` for `-c4`, and `--gres=gpu` where that asks for GPUs."""
+    text = " ".join(words).replace("--gres ", "--gres=")
+    return set(re.findall(r"(?:^| )(--gres=gpu|--[\w-]+|-[a-zA-Z])", text))
 
 
 def run(argv: list[str]) -> int:

@@ -19,7 +19,7 @@ from config.reading import resolve, split_argv
 from config.reading.schedules import plan_pipeline
 from config.site import read_site
 from plan.batch_file import batch_text, node_shape, write_batch_file
-from scripts import grid
+from scripts import grid, plan
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
@@ -336,9 +336,18 @@ def test_what_stands_on_the_line_or_in_a_file_of_the_planner_counts_more(tmp_pat
     assert "--cpus-per-gpu=12" in called
     _, called, _ = submitted(tmp_path, "--cpus-per-task=9", str(SCRIPT))
     assert "--cpus-per-gpu=12" not in called and "--gpus-per-node=4" in called
-    (tmp_path / "made.sbatch").write_text("#SBATCH --gpus-per-node=1\n#SBATCH --cpus-per-task=12\n")
-    _, called, _ = submitted(tmp_path, str(tmp_path / "made.sbatch"))
-    assert set(called[1:-1]) == OF_SITE
+    for words in (("-c9",), ("-c", "9")):
+        _, called, _ = submitted(tmp_path, *words, str(SCRIPT))
+        assert "--cpus-per-gpu=12" not in called
+    for words in (("--gres=gpu:2",), ("--gres", "gpu:2"), ("-G2",), ("--gpus", "2"), ("--gpus-per-task=2",)):
+        _, called, _ = submitted(tmp_path, *words, str(SCRIPT))
+        assert "--gpus-per-node=4" not in called, words
+    _, called, _ = submitted(tmp_path, "--gres=scratch:1", str(SCRIPT), "name", "--gpus-per-node", "2")
+    assert "--gpus-per-node=4" in called  # what follows the script is its own
+    for gpus in ("--gpus-per-node=1", "--gres=gpu:1", "-G 1"):
+        (tmp_path / "made.sbatch").write_text(f"#SBATCH {gpus}\n#SBATCH --cpus-per-task=12\n")
+        _, called, _ = submitted(tmp_path, str(tmp_path / "made.sbatch"))
+        assert set(called[1:-1]) == OF_SITE
 
 
 @pytest.mark.parametrize("site, says", [
@@ -352,6 +361,7 @@ def test_what_stands_on_the_line_or_in_a_file_of_the_planner_counts_more(tmp_pat
     ("options: --mem=0", "options: expected a list of options of sbatch, such as [--mem=0], got '--mem=0'"),
     ("environment: {A-B: 1}", "environment: A-B cannot be the name of a variable"),
     ("environment: {A: true}", "environment: A: expected text, got True; write it in \"quotes\""),
+    ("environment: {A: 12.10}", "environment: A: expected text, got 12.1; write it in \"quotes\""),
 ])
 def test_a_mistake_in_the_site_file_is_one_line(tmp_path, site, says):
     code, called, error = submitted(tmp_path, str(SCRIPT), site=site)
@@ -398,6 +408,14 @@ def test_files_of_the_planner_and_of_a_grid_have_what_the_site_says(tmp_path):
         assert len(options) == len(set(options)), options
         assert f"export BEVATRON_SITE={tmp_path}/site.yaml" in lines
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_site_without_a_batch_file_is_refused(tmp_path):
+    argv = ["llama3-tiny", "--log.dir", str(tmp_path), "--log.name", "g", "--over", "train.seed", "1", "2"]
+    with pytest.raises(ConfigError, match="--site: s.yaml does nothing without --sbatch FILE"):
+        grid.main([*argv, "--list", "--site", "s.yaml"])
+    with pytest.raises(ConfigError, match="--site: s.yaml does nothing without --sbatch FILE"):
+        plan.main(["llama3-8b", "--gpus", "8", "--cluster", "h100-ib", "--site", "s.yaml"])
 
 
 def test_the_example_of_a_site_is_one():

@@ -17,10 +17,12 @@ lowest, with the interval of the difference (Welch's t). --csv writes the groups
 legend below the panel.
 """
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from config import ConfigError
@@ -45,6 +47,7 @@ from scripts.compare.runs import (
 )
 
 UNREADABLE = (ConfigError, OSError, ValueError, LookupError, TypeError, ArithmeticError)  # files of all kinds
+OF_FIGURE = ("width", "font", "font_size", "x", "log_x", "log_y")  # options that nothing but --figure reads
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -70,7 +73,8 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    args = arguments().parse_args(argv)
+    parser = arguments()
+    args = parser.parse_args(argv)
     if args.out is not None and args.out.suffix not in (".html", ".png"):
         raise ConfigError(f"--out: {args.out} ends in neither .html nor .png")
     if args.watch is not None and (args.out is None or args.watch < 1):
@@ -85,23 +89,40 @@ def main(argv: list[str]) -> int:
     )
     if args.figure is not None:
         check_style(args.figure, style)
+    for key in () if args.figure is not None else OF_FIGURE:
+        if getattr(args, key) != parser.get_default(key):
+            option = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{option}: belongs to --figure FILE; add that, or leave it out")
     folders = named_folders(args.runs)
     runs, left_out = readable(folders)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
     report(runs, left_out, args.json)
     if args.csv is not None:
-        replace_file(args.csv, group_csv(study_seeds(runs)).encode())
+        with written("--csv", args.csv):
+            replace_file(args.csv, group_csv(study_seeds(runs)).encode())
     if args.figure is not None:
-        write_figure(runs, repeats(runs), args.figure, style)
+        with written("--figure", args.figure):
+            write_figure(runs, repeats(runs), args.figure, style)
     while args.out is not None:
-        write(runs, args.out, args.watch)
+        with written("--out", args.out):
+            write(runs, args.out, args.watch)
         have_begun = all(folder.exists() for folder in folders.values())  # those of a grid follow each other
         if args.watch is None or have_begun and all(run.finished is not None for run in runs):
             break
         time.sleep(args.watch)
         runs, _ = readable(folders)
     return 0
+
+
+@contextlib.contextmanager
+def written(option: str, path: Path) -> Iterator[None]:
+    """Write the file of an option inside. Raises ConfigError, naming both, where it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{path} cannot be written ({one_line(error)})"
+        raise ConfigError(f"{option}: {why}; give another file") from None
 
 
 def named_folders(paths: list[Path]) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import fake_wandb
@@ -9,6 +10,7 @@ import pytest
 from ranks import MODEL, corpus
 
 import train
+from runtime import alert
 from runtime.failure import fail_cleanly
 
 TOP = """
@@ -205,3 +207,24 @@ def test_a_command_that_fails_is_one_warning(tmp_path, monkeypatch, capsys):
     assert run(tmp_path, "--log.alert_command", alert_program(tmp_path, code=3), steps=20) == 77
     out = capsys.readouterr().out
     assert out.count("warning: log.alert_command: ") == 1 and "ended with code 3: no mail server" in out
+
+
+def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path, monkeypatch):
+    (tmp_path / "hang.sh").write_text('#!/bin/bash\nsleep 300 &\necho $! > "$1"\nwait\n')
+    (tmp_path / "hang.sh").chmod(0o755)
+    monkeypatch.setattr(alert, "ALERT_SECONDS", 2.0)
+    said = alert.run_alert(f"{tmp_path}/hang.sh {tmp_path}/child", "failed")
+    assert said == f"log.alert_command: {tmp_path}/hang.sh did not end within 2 s"
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 30
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(child)
+
+
+def alive(process: int) -> bool:
+    """Whether the process is there, and not only waiting for its parent to notice that it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

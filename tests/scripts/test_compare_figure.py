@@ -116,11 +116,23 @@ def test_seeds_are_a_band_and_no_lines_of_their_own(tmp_path):
     ("--figure a.pdf --font-size 99", "--font-size: 99 points; from 3 to 40"),
     ("--figure a.pdf --font DejaVuSans", "--font: matplotlib finds no DejaVuSans; did you mean DejaVu Sans"),
     ("--figure a.pdf --x hours", "--x: invalid choice: 'hours'"),
+    ("--log-x", "--log-x: belongs to --figure FILE; add that, or leave it out"),
+    ("--font-size 9 --out a.png", "--font-size: belongs to --figure FILE; add that, or leave it out"),
 ])
 def test_a_mistake_is_one_line_before_any_work(tmp_path, capsys, words, says):
     assert fail_cleanly(command.main, [str(tmp_path / "absent"), *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {says}")
+
+
+@pytest.mark.parametrize("option, name", [("--figure", "f.png"), ("--out", "f.html"), ("--csv", "f.csv")])
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capsys, option, name):
+    folders = many(tmp_path, 2)
+    (tmp_path / "taken").write_text("")
+    file = tmp_path / "taken" / name
+    assert fail_cleanly(command.main, [*map(str, folders), option, str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {option}: {file} cannot be written (") and "give another file" in line
 
 
 @pytest.mark.parametrize("file, text", [

@@ -13,6 +13,7 @@ from ranks import End, job
 
 import scripts.preflight as preflight
 from parallel.wire import comm
+from runtime.failure import fail_cleanly
 
 WORDS = ("--disk-mb", "1", "--min-mb-s", "0", "--min-free-gb", "0", "--max-skew", "60")
 
@@ -195,6 +196,17 @@ def test_a_gpu_whose_memory_another_process_holds(tmp_path, monkeypatch):
     report = preflight.measure(args, comm.Group("job", (0,), 0), Device())
     ((kind, text),) = report.problems
     assert kind == "gpu" and text.startswith("20.0 of 80.0 GiB of ") and report.gpu_free == 20.0
+
+
+@pytest.mark.parametrize("option, value, says", [
+    ("--disk-mb", "0", "0; at least 1"),
+    ("--min-mb-s", "nan", "nan; a number of at least 0"),
+    ("--min-free-gb", "-1", "-1; a number of at least 0"),
+    ("--max-skew", "-1", "-1; a number of at least 0"),
+])
+def test_a_bound_that_bounds_nothing_is_refused(capsys, option, value, says):
+    assert fail_cleanly(preflight.main, [option, value]) == 2
+    assert capsys.readouterr().err == f"error: {option}: {says}\n"
 
 
 def test_one_process_is_a_node_alone(tmp_path, capsys):
