@@ -109,30 +109,34 @@ class WeightOrigin:
 
 # ---- the tokenizer of a Hugging Face folder ----------------------------------------------------------------
 
-def with_tokenizer(index: StoredIndex, tok: Tokenizer) -> StoredIndex:
-    """Return the index with the tokenizer of a Hugging Face folder in its meta, as a run of ours has it.
+def with_tokenizer(index: ForeignIndex, tok: Tokenizer) -> ForeignIndex:
+    """Return the index with the tokenizer and start token of a Hugging Face folder in its meta, where the
+    index of a run has them. Folders of other systems, or without a tokenizer, stay as they are.
 
-    `tok` is that of the run. Other indexes, and folders without a tokenizer, stay as they are. Raises
-    ConfigError naming a file that is damaged.
+    `tok` is the run's tokenizer. Raises ConfigError naming a file that is damaged.
     """
-    if not isinstance(index, ForeignIndex) or not is_hf_folder(index.path):
+    if not is_hf_folder(index.path):
         return index
     files = [index.path / name for name in OWN_FILES if (index.path / name).is_file()]
     if not files:
         return index
-    there = tokenizer_in_file(files[0], tok)
-    for file in files[1:]:  # the same ids in another form
-        if there.fingerprint != tok.fingerprint:
-            with contextlib.suppress(ConfigError):  # tokenizer.model may be of a kind that is not read
-                other = tokenizer_in_file(file, tok)
-                there = other if other.fingerprint == tok.fingerprint else there
-    return replace(
-        index, meta={**index.meta, "tokenizer": there.fingerprint, "bos": begins_with_start(there)})
+
+    # files may have the same ids in several forms; the first one counts, unless another equals the run's
+    stored = tokenizer_in_file(files[0], tok)
+    for file in files[1:]:
+        if stored.fingerprint == tok.fingerprint:
+            break
+        with contextlib.suppress(ConfigError):  # tokenizer.model may be of a kind that is not read
+            other = tokenizer_in_file(file, tok)
+            if other.fingerprint == tok.fingerprint:
+                stored = other
+    meta = {**index.meta, "tokenizer": stored.fingerprint, "bos": begins_with_start(stored)}
+    return replace(index, meta=meta)
 
 
 def tokenizer_in_file(file: Path, tok: Tokenizer) -> Tokenizer:
-    """Load a tokenizer. If the files beside it name several tokens that end documents, the run's own one
-    decides, which the user has chosen for the data."""
+    """Load a tokenizer. If its folder names several tokens that end documents, that of `tok`, the run's
+    tokenizer, is taken, since the user chose it for the data. Raises ConfigError naming the file."""
     try:
         return load_tokenizer(file)
     except ConfigError as error:

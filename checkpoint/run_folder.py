@@ -105,7 +105,7 @@ def tokenizer_places(cfg: Config) -> list[Path]:
     for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
         if source not in (None, "auto", "none"):
             checkpoint = remote.local_place(source.rpartition("@")[0] or source, state.downloads_folder(cfg))
-            places.append(checkpoint)  # a Hugging Face folder has its tokenizer beside its weights
+            places.append(checkpoint)  # a Hugging Face folder has tokenizer and weights in one place
             for folder in (checkpoint, *list(checkpoint.parents)[:2]):
                 places.append(folder / "tokenizer")
     return places

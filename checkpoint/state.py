@@ -933,8 +933,8 @@ def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
 
 
 def unrecorded_notes(index: store.StoredIndex, data: BatchLoader) -> list[str]:
-    """Return a warning if a Hugging Face folder with a tokenizer meets data that does not record its own,
-    else []."""
+    """Return a warning, or [], if the tokenizer of a Hugging Face folder cannot be compared with that of the
+    data, whose files do not record it."""
     names = data.without_tokenizer
     if not isinstance(index, foreign.ForeignIndex) or index.meta["tokenizer"] == UNKNOWN or not names:
         return []

@@ -30,9 +30,9 @@ def new_figure(
 
 @contextlib.contextmanager
 def text_style(font: str | None, size: float) -> Iterator[None]:
-    """Draw and save figures inside with this font (None: matplotlib's) and size in points.
+    """Set the font (None for matplotlib's) and its size in points of figures that are drawn and saved inside.
 
-    A PDF embeds fonts as Type 42, which publishers ask for; an SVG has outlines. Neither has a date.
+    A PDF embeds fonts as Type 42, which publishers ask for; an SVG has outlines and the same ids each time.
     """
     import matplotlib
 
@@ -43,14 +43,14 @@ def text_style(font: str | None, size: float) -> Iterator[None]:
 
 
 def font_names() -> list[str]:
-    """Return the fonts that matplotlib finds, and the generic families."""
+    """Return the names of the generic families and of all fonts that matplotlib finds."""
     from matplotlib import font_manager
 
     return ["serif", "sans-serif", "monospace", *font_manager.get_font_names()]
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Replace `path` atomically, in the format of its suffix. Raises OSError."""
+    """Replace `path` atomically, in the format of its suffix, without a date. Raises OSError."""
     temporary = path.with_name(f".{path.name}.tmp")
     undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
     figure.savefig(temporary, format=path.suffix[1:], metadata=undated.get(path.suffix))

@@ -7,7 +7,7 @@ from kernels.attention_scores import ScoreForm
 from kernels.grad import accumulation_dtype
 
 CHUNK_SCORES = {"cpu": 1 << 20}  # scores computed together: 4 MiB in fp32, which stay in cache
-MOST_CHUNK_SCORES = 1 << 24  # on other devices
+DEFAULT_CHUNK_SCORES = 1 << 24  # the same on other devices: 64 MiB in fp32
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def largest_score(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) ->
     dtype = accumulation_dtype(q.dtype)
     largest = torch.full((), float("-inf"), dtype=dtype, device=q.device)
     keys = k.to(dtype).permute(0, 2, 3, 1)  # [b, g, d, s_k]
-    size = max(1, CHUNK_SCORES.get(q.device.type, MOST_CHUNK_SCORES) // (b * h * s_k))  # queries
+    size = max(1, CHUNK_SCORES.get(q.device.type, DEFAULT_CHUNK_SCORES) // (b * h * s_k))  # queries
     for start in range(0, s_q, size):
         n = min(size, s_q - start)
         first = mask.query_start + start

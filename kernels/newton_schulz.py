@@ -1,12 +1,12 @@
-"""Approximate the nearest orthogonal matrix by odd polynomials of degree five, which need GEMMs alone.
+"""Approximate the nearest orthogonal matrix by odd polynomials of degree five, which take only GEMMs.
 
-Each polynomial moves every singular value s of a matrix to a s + b s^3 + c s^5, and five of them bring those
-above a thousandth of the norm near one. Two sequences:
+Each polynomial maps every singular value s of a matrix to a s + b s^3 + c s^5. Five of them bring the values
+above a thousandth of the norm close to one. There are two sequences:
 
-- newton-schulz (Keller Jordan's Muon, 2024): the same polynomial five times. Values end between 0.47 (of a
-  thousandth of the norm) and 1.20.
-- polar-express (arXiv 2505.16932): polynomial t is the best approximation of 1 on the interval to which those
-  before it have brought [0.001, 1], and no other five of this degree bring all of it nearer to one. With
+- newton-schulz (Keller Jordan's Muon, 2024): the same polynomial five times. Values end between 0.47 (those
+  at a thousandth of the norm) and 1.20.
+- polar-express (arXiv 2505.16932): each polynomial is the best approximation of 1 on the interval to which
+  those before it have mapped [0.001, 1], and no other five of this degree map all of it closer to one. With
   the paper's precautions for bf16 (below), values end between 0.84 and 1.13.
   tests/kernels/test_newton_schulz.py computes the polynomials by Remez's algorithm.
 """
@@ -20,10 +20,10 @@ Polynomial = tuple[float, float, float]  # a, b, c of a x + b x^3 + c x^5
 # the steepest start whose later values stay in [0.7, 1.2]
 COEFFICIENTS: Polynomial = (3.4445, -4.7750, 2.0315)
 
-# Where a polynomial is the best on a wide interval, it dips deeply between the ends, and rounding in bf16
-# could lose a value there: the lower end is at least 0.024 of the upper one (the paper's cushion,
-# 0.02407327424182761). The polynomial is then scaled so that its values on the whole interval, from the lower
-# end to the upper one, lie as far below one as above.
+# The best polynomial for a wide interval comes close to zero inside it, where rounding in bf16 could lose a
+# value. So it is the best one from 0.024 of the upper end on (the paper's cushion, 0.02407327424182761), or
+# from a higher lower end, scaled so that its values at both ends of the whole interval are equally far from
+# one.
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.2872120181456, -23.5958865190988, 17.3003873125309),
     (4.1070591115422, -2.9478499167379, 0.5448431082927),
@@ -35,7 +35,7 @@ SAFETY = 1.01  # p(x / 1.01): a value that rounding has put above an interval's 
 
 
 class Iteration(NamedTuple):
-    """The polynomials, in order; the matrix is first divided by `margin` times its norm."""
+    """The polynomials in their order. margin: the matrix is first divided by this many times its norm."""
     polynomials: tuple[Polynomial, ...]
     margin: float
 

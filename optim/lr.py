@@ -7,7 +7,7 @@ from functools import partial
 from config import Config, OptimConfig
 from config.reading import Phases
 
-BATCH_POWERS = {"linear": 1.0, "sqrt": 0.5}  # by optim.lr_rule
+BATCH_POWERS = {"linear": 1.0, "sqrt": 0.5}  # {optim.lr_rule: exponent of the batch}
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
 
 
 def learning_rate_of_batch(phases: Phases, rate: Callable[[int], float], step: int) -> float:
-    """Return rate(step) times the factor of the batch of its phase (optim.lr_rule)."""
+    """Return rate(step) times batch_factor of the phase of update `step` (from 1)."""
     return rate(step) * batch_factor(phases.of_step(step).cfg)
 
 
 def batch_factor(cfg: Config) -> float:
-    """Return what optim.lr_rule multiplies rates by, or 1 without a rule.
+    """Return the factor that optim.lr_rule gives the learning rates, 1 without a rule.
 
-    It is global batch / base batch to the power of 1 (linear, arXiv 1706.02677) or 1/2 (sqrt, arXiv
-    2205.10287), also while train.ramp makes the batch smaller.
+    The factor is (train.global_batch / optim.base_batch)^p, where p = 1 for linear (arXiv 1706.02677) and 1/2
+    for sqrt (arXiv 2205.10287). A smaller batch in train.ramp does not change it.
     """
     if cfg.optim.lr_rule is None or cfg.optim.base_batch is None:
         return 1.0

@@ -39,18 +39,21 @@ def describe_passes(run: TrainingRun) -> str | None:
 
 
 def batch_rate_notes(run: TrainingRun, done: int) -> list[str]:
-    """Return a line for each upcoming phase with another factor of optim.lr_rule. done: completed steps."""
+    """Return a line for each upcoming phase where optim.lr_rule changes the factor of the learning rates.
+
+    done: completed steps.
+    """
     results: list[str] = []
-    shown = 1.0
+    before = 1.0
     for phase in run.phases.from_step(done):
         cfg, factor = phase.cfg, batch_factor(phase.cfg)
-        if factor != shown:
+        if factor != before:
             place = "" if phase.number == 1 else f"phase {phase.number}: "
             root = "the root of " if cfg.optim.lr_rule == "sqrt" else ""
             results.append(f"{'rate':<9}{place}optim.lr {cfg.optim.lr:g} x {factor:.4g} = "
                            f"{cfg.optim.lr * factor:.4g}, by {root}train.global_batch / optim.base_batch = "
                            f"{cfg.train.global_batch}/{cfg.optim.base_batch}")
-        shown = factor
+        before = factor
     return results
 
 

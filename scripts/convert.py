@@ -24,7 +24,7 @@ copies of the embedding and the head; these must equal the originals, and are no
 
 Quantized weights (FP8 and MXFP4: checkpoint/hf/quantized.py) are dequantized while they are read; to-hf
 writes them plain, in fp32 or bf16. To compare logits, transformers reads a dequantized copy of the folder,
-which is on the disk beside RUN meanwhile.
+which takes space on the disk of RUN until then.
 """
 import argparse
 import contextlib
@@ -223,8 +223,8 @@ def next_steps(run: Path, spec: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def plain_folder(source: foreign.HFFolder, temp: Path) -> Iterator[Path]:
-    """Yield a folder for transformers with the weights of `source`: itself or, if it is quantized, a
-    dequantized copy in `temp` meanwhile.
+    """Yield a folder that transformers can read: that of `source` or, if it is quantized, a dequantized copy
+    in `temp`, which is removed afterwards. Raises StorageError.
 
     transformers itself dequantizes fp8 only with other packages, and not in cut blocks.
     """

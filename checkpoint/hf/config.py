@@ -77,8 +77,10 @@ def read_keys(path: Path) -> Tree:
 
 
 def without_quantization(path: Path) -> Tree:
-    """Return the keys of a config.json without quantization_config, also of its text part. Raises
-    ConfigError."""
+    """Return the keys of a config.json without quantization_config, at the top and in its text part.
+
+    Raises ConfigError naming the file.
+    """
     tree = read_json(path)
     for part in (tree, tree.get(TEXT)):
         if isinstance(part, dict):

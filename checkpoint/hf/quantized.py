@@ -89,8 +89,10 @@ def split_into_pieces(box: Box, dims: Sequence[int]) -> list[Box]:
 
 
 def write_dequantized(folder: Path, tensors: NamedTensors) -> None:
-    """Write all tensors as they are read, piece by piece, into one safetensors file of `folder`. Raises
-    StorageError."""
+    """Write all tensors, dequantized, to one safetensors file in `folder`, at most PIECE elements at a time.
+
+    Raises StorageError.
+    """
     names = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
     table: TensorTable = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -69,12 +69,13 @@ class ForeignIndex(StoredIndex):
 class HFFolder:
     """A Hugging Face folder, dequantized.
 
-    `files` has its tensors under the names in its files. `weights` has those of the model, under the names of
-    the whole model. `quantized` is the method of quantization, "" if there is none.
+    `files` has all tensors, under the names in the files. `weights` has those of the model, under the names
+    of the whole model. `model` is what config.json describes; the weights may lack a head or modules of
+    multi-token prediction (hf.tie_embeddings). `quantized` is the method of quantization, or "".
     """
     path: Path
     family: Family
-    model: ModelConfig  # as config.json describes it
+    model: ModelConfig
     files: NamedTensors
     weights: NamedTensors
     quantized: str
@@ -174,7 +175,10 @@ def open_hf_folder(folder: Path) -> ForeignIndex:
 
 
 def index_hf_folder(folder: HFFolder) -> ForeignIndex:
-    """Index a Hugging Face folder under our names. Raises the errors of foreign_index."""
+    """Return the index of a Hugging Face folder under our names.
+
+    Raises ConfigError naming the folder, and the tensor that is unknown or of an unexpected shape.
+    """
     model = hf.tie_embeddings(folder.model, folder.weights.tensors)
     notes = tuple(hf.unread_notes(folder.files.tensors, folder.family, model.layers))
     return foreign_index(folder.path, folder.family, model, folder.weights, notes)

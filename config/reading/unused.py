@@ -100,6 +100,7 @@ def optimizer_rows() -> Iterator[UnusedKeys]:
 
 
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1")  # schedules with one stage per rank
+ONE_SCRIPT = "a job script describes its run, whether a trial run is logged or not"
 MANY_SIZES = "one script, many sizes"  # scaling runs keep the key set while the degrees go down to 1
 
 TABLE = (
@@ -386,7 +387,7 @@ TABLE = (
         when=lambda cfg, _: (cfg.log.wandb, cfg.log.comet, cfg.log.mlflow) == ("off", "off", None),
         why="belongs to W&B, MLflow and Comet, and none is on",
         remedy="set log.wandb, log.mlflow or log.comet, or leave it out",
-        note="a job script names its project, whether a trial run is logged or not",
+        note=ONE_SCRIPT,
     ),
     UnusedKeys(
         section="log",
@@ -394,7 +395,7 @@ TABLE = (
         when=lambda cfg, _: (cfg.log.wandb, cfg.log.comet) == ("off", "off"),
         why="belongs to W&B and Comet, and both are off",
         remedy="set log.wandb or log.comet, or leave it out",
-        note="a job script names its project, whether a trial run is logged or not",
+        note=ONE_SCRIPT,
     ),
     UnusedKeys(
         section="log",

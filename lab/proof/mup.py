@@ -3,9 +3,9 @@
 A recipe's model is trained for a few steps at doubling widths, once in the standard parametrization and once
 with model.mup.base set to the smallest width. Everything that may scales with the width (number of heads and
 what several heads share, MLPs, the ranks of latent attention); the size of a head and of its state, depth,
-vocabulary, batch and learning rate are fixed. This applies to the mixers of all kinds of blocks. The layers
-are the recipe's first ones, as many as have every kind of block (model.pattern), or one of each kind if those
-are more than MAX_LAYERS.
+vocabulary, batch and learning rate are fixed. This applies to the mixers of all kinds of blocks. The model
+keeps the first layers of the recipe, as many as it takes to have every kind of block (model.pattern), or one
+layer of each kind if that is more than MAX_LAYERS.
 
 On one batch the check measures the mean |coordinate| of each kind of activation and the mean |change| of its
 coordinates since the start, and fits the exponents of their growth with the width in log space. Under muP no
@@ -61,7 +61,7 @@ FIXED = {  # mixer sizes that do not depend on the width
 }
 RANKS = ("kv_rank", "q_rank")  # mixer sizes that scale with the width, in addition to the heads
 LAYERS = 2  # at least
-MAX_LAYERS = 8  # beyond, one of each kind of block
+MAX_LAYERS = 8  # if more are needed, one of each kind of block
 VOCAB = 32
 STEPS = 8  # enough that the initial head weights, which see less of each update, matter little
 BATCH = 8
@@ -115,7 +115,7 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
         others = [change for change in variant.changes if change[0].partition(".")[0] != "mixer"]
         return replace(variant, changes=(*others, ("mixer", widened_mixer(mixer))))
 
-    kinds = layer_kinds(model)
+    kinds = layer_kinds(model)  # of each layer
     kinds = kinds[:max(LAYERS, *(kinds.index(kind) + 1 for kind in kinds))]
     if len(kinds) > MAX_LAYERS:
         kinds = tuple(dict.fromkeys(kinds))

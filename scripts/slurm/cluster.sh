@@ -1,5 +1,5 @@
 # Sourced first by every .sbatch of scripts/ and by interactive.sh, in the folder of the checkout: the environment of
-# a job on your cluster. environment.sh has what takes a shell (modules), configs/site.yaml the variables.
+# a job on your cluster. environment.sh has what needs a shell (modules), configs/site.yaml the variables.
 # shellcheck source=scripts/slurm/environment.sh
 source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1 # SLURM itself sets ENVIRONMENT
 export PYTHON=${PYTHON:-python}

@@ -205,10 +205,10 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     pool = launch_pool(world, cfg, overrides)
     for i, values in enumerate(cells):
         if i % MAX_CONCURRENT_REFERENCES == 0:
-            group = [found.config(each) for each in cells[i:i + MAX_CONCURRENT_REFERENCES]]
+            group = [found.config(cell) for cell in cells[i:i + MAX_CONCURRENT_REFERENCES]]
             try:
                 make_references(pool, group, home)
-            except RuntimeError:  # one of them fails: each cell makes its own, and says so
+            except RuntimeError:  # one of them failed: each cell makes its own, and reports its error
                 pool.close()
                 pool = launch_pool(world, cfg, overrides)
         try:
