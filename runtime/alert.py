@@ -38,4 +38,5 @@ def run_alert(command: str, message: str) -> str | None:
     if process.returncode == 0:
         return None
     reason = redact(errors.decode(errors="replace").strip().partition("\n")[0])
-    return f"log.alert_command: {program} ended with code {process.returncode}{': ' if reason else ''}{reason}"
+    ended = f"log.alert_command: {program} ended with code {process.returncode}"
+    return f"{ended}: {reason}" if reason else ended
