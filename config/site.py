@@ -91,10 +91,15 @@ def export_lines(site: SiteSettings, environment: Mapping[str, str]) -> list[str
     return [f"export {name}={shlex.quote(value)}" for name, value in unset.items()]
 
 
+def option_names(words: Iterable[str]) -> set[str]:
+    """Return the names of options of sbatch: `-c` for `-c4`, and `--gres=gpu` where that asks for GPUs."""
+    text = " ".join(words).replace("--gres ", "--gres=")
+    return set(re.findall(r"(?:^| )(--gres=gpu|--[\w-]+|-[a-zA-Z])", text))
+
+
 def stated_options(lines: Iterable[str]) -> set[str]:
-    """Return the names of the options in the #SBATCH lines of a script, such as --nodes."""
-    matches = (re.match(r"#SBATCH (-[\w-]+)", line) for line in lines)
-    return {match[1] for match in matches if match}
+    """Return option_names of the #SBATCH lines of a script."""
+    return option_names(line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH "))
 
 
 # ---- values ------------------------------------------------------------------------------------------------

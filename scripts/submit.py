@@ -8,7 +8,6 @@ The arguments are those of sbatch. The options from configs/site.yaml, or from t
 """
 import argparse
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -16,7 +15,14 @@ from pathlib import Path
 
 from config import ConfigError
 from config.command_line import CommandParser
-from config.site import SITE_VARIABLE, SiteSettings, export_lines, read_site
+from config.site import (
+    SITE_VARIABLE,
+    SiteSettings,
+    export_lines,
+    option_names,
+    read_site,
+    stated_options,
+)
 
 GPU_OPTIONS = {"--gpus-per-node", "--gpus", "-G", "--gpus-per-task", "--gpus-per-socket", "--gres=gpu"}
 CORE_OPTIONS = {"--cpus-per-task", "--cpus-per-gpu", "-c"}
@@ -66,8 +72,7 @@ def node_options(site: SiteSettings, sbatch_arguments: list[str]) -> list[str]:
     script = Path(sbatch_arguments[places[0]])
     if not script.is_file():
         raise ConfigError(f"{script}: no such script; submit in the folder of the checkout")
-    lines = script.read_text(encoding="utf-8").splitlines()
-    of_script = option_names([line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")])
+    of_script = stated_options(script.read_text(encoding="utf-8").splitlines())
     stated = option_names(sbatch_arguments[:places[0]]) | of_script
 
     options: list[str] = []
@@ -76,12 +81,6 @@ def node_options(site: SiteSettings, sbatch_arguments: list[str]) -> list[str]:
     if site.gpus_per_node and site.cores_per_rank and not stated & CORE_OPTIONS:
         options.append(f"--cpus-per-gpu={site.cores_per_rank}")
     return options
-
-
-def option_names(words: list[str]) -> set[str]:
-    """Return the names of these options: `-c` for `-c4`, and `--gres=gpu` where that asks for GPUs."""
-    text = " ".join(words).replace("--gres ", "--gres=")
-    return set(re.findall(r"(?:^| )(--gres=gpu|--[\w-]+|-[a-zA-Z])", text))
 
 
 def run(argv: list[str]) -> int:

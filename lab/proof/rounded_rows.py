@@ -60,8 +60,10 @@ def error_bound(rows: Tensor) -> Tensor:
     x = np.abs(rows.detach().double().numpy())
     largest = largest_of_blocks(x)
     half_a_digit = np.minimum(np.maximum(x / 16, largest / LARGEST / 1024), largest / 28)
-    own, wide = torch.finfo(rows.dtype), torch.finfo(torch.float32)
+    own, wide = (torch.finfo(dtype) for dtype in (rows.dtype, torch.promote_types(rows.dtype, torch.float32)))
     roundings = own.eps / 2 * (x + half_a_digit) + own.tiny * own.eps / 2 + 4 * wide.eps / 2 * x
+    if rows.dtype == torch.float64:
+        roundings += torch.finfo(torch.float32).eps / 2 * x
     return torch.from_numpy(half_a_digit + roundings)
 
 
