@@ -111,9 +111,10 @@ def test_a_reference_that_dies_fails_its_own_layout_alone(monkeypatch, capfd):
 
     monkeypatch.setattr(command, "make_references", of_the_first_dies)
     monkeypatch.setattr("lab.proof.verify.trial.make_references", of_the_first_dies)
-    assert main("llama3-tiny --world 1 --layouts 6 --seed 3 --only zero0 no-wide no-ramp".split()) == 1
+    assert main("llama3-tiny --world 1 --layouts 6 --seed 13 --only zero0 no-wide no-ramp".split()) == 1
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("ok ", "WRONG "))]
     dead = [line for line in lines if line.startswith("WRONG")]
+    assert lines[0].startswith("ok") and " mb2 " in lines[0]  # whose turn it is when the group fails
     assert 0 < len(dead) < len(lines)
     assert all("no reference" in line and " mb1 " in line for line in dead)
 
