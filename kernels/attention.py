@@ -4,8 +4,8 @@ cap and sinks.
 `attention` is the only public function. It picks an implementation unless one is named. On a CPU it picks
 `blocks`, or SDPA if there are more keys than queries. On a GPU it picks the first of these that supports the
 call:
-1. an installed library: flash-attn, cuDNN for documents, and torch's copy of flash-attn for documents and
-   windows (kernels/attention_libraries.py);
+1. an installed library: flash-attn, cuDNN for documents, torch's copy of flash-attn for documents and
+   windows, torch's flex_attention for every other mask, soft caps and sinks (kernels/attention_libraries.py);
 2. SDPA's cuDNN and flash kernels, for plain causal attention;
 3. the Triton kernels of kernels/partial_attention.py;
 4. SDPA with a dense mask, or the reference if SDPA lacks a feature of the call.
@@ -17,6 +17,7 @@ call:
 | cuDNN, variable length | no | no | yes, if the host can count them | up to 128 | no | no | no | no |
 | flash-attn 2 | yes | yes | yes, if the host can count them | no | yes | no | no | yes |
 | torch, variable length | no | yes | yes, if the host can count them | no | no | no | no | yes |
+| flex_attention | no | yes | yes | yes | yes | yes | no | yes |
 | SDPA, cuDNN | yes | no | no | where torch says so | no | no | no | no |
 | SDPA, flash | yes | no | no | no | no | no | no | yes |
 | Triton kernels | yes | yes | yes | yes | yes | yes | yes | yes |

@@ -1,12 +1,13 @@
 """Attention by libraries: flash-attn (arXiv 2205.14135, 2307.08691, 2407.08608), cuDNN for packed documents
-(kernels/attention_cudnn.py), and torch's copy of version 2 of flash-attn.
+(kernels/attention_cudnn.py), torch's copy of version 2 of flash-attn, and torch's flex_attention
+(kernels/attention_flex.py).
 
 One table lists what each library supports. Before a library is used for a kind of call, one small call of
 that kind, forward and backward, is compared with the reference: versions differ in what they accept. The host
 waits for this once for each kind. A library that fails is reported once on stderr, and the next one is tried.
 
 Packed documents, chunks, and windows in torch use variable-length functions: all tokens of the microbatch are
-concatenated, and `ends` marks where each document or chunk ends.
+concatenated, and `ends` marks where each document or chunk ends. flex_attention takes the mask itself.
 """
 import functools
 import importlib
@@ -19,7 +20,13 @@ import torch
 from torch import Tensor
 
 from kernels import attention_cudnn
-from kernels.attention_mask import AttentionMask, DocumentCounts, MaskLike, PackedDocuments
+from kernels.attention_mask import (
+    AttentionMask,
+    DocumentCounts,
+    MaskLike,
+    PackedDocuments,
+    make_attention_mask,
+)
 from kernels.attention_scores import PLAIN_SCORES, ScoreForm, join_sinks
 from kernels.triton_ import print_once
 
@@ -27,6 +34,7 @@ DEVICES = ("cuda",)  # where libraries run; the tests add "cpu", for test librar
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 TORCH_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # torch's kernels are compiled for these
+FLEX_MIN_HEAD_DIM = 16
 # In the backward, these libraries pad each document to 128 queries in their fp32 buffers. With a shorter mean
 # document that would more than double them.
 MIN_MEAN_DOCUMENT = 128  # tokens
@@ -36,11 +44,12 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 class Request(NamedTuple):
     """Options of a call besides its tensors. packed is None for whole sequences. with_lse also returns the
-    logsumexp of the scores, with gradients."""
+    logsumexp of the scores, with gradients. mask, with all of its limits, is for libraries that take any."""
     packed: PackedDocuments | None
     window: int | None
     form: ScoreForm = PLAIN_SCORES
     with_lse: bool = False
+    mask: AttentionMask | None = None
 
     def options(self, scale_name: str) -> dict[str, object]:
         """Return the scale as the argument of this name, unless it is the library's default."""
@@ -61,6 +70,10 @@ def torch_head_dims(d: int, e: int) -> bool:
     return d == e and d in TORCH_HEAD_DIMS
 
 
+def flex_head_dims(d: int, e: int) -> bool:
+    return min(d, e) >= FLEX_MIN_HEAD_DIM and max(d, e) <= MAX_HEAD_DIM
+
+
 @dataclass(frozen=True)
 class Library:
     """Features of a library: DTYPES, grouped queries, causal attention over sequences of equal lengths.
@@ -68,20 +81,22 @@ class Library:
     name is for messages. chips are major compute capabilities. head_dims accepts those of keys and values.
     function takes whole sequences, with or without a window; None if there is none. packed_function takes
     packed documents, with or without a window. windows and softcap: it supports these. lse: it returns the
-    logsumexp, and its backward takes the gradient of it. deterministic: it can be asked for bitwise
-    reproducible results. fits: whether it takes such documents with this total number of tokens. why_not: why
-    the installed version cannot be used at all; None if it can.
+    logsumexp, and its backward takes the gradient of it. any_mask: it takes each AttentionMask as it is, whole
+    sequences included. deterministic: it can be asked for bitwise reproducible results. fits: whether it takes
+    such documents with this total number of tokens. why_not: why the installed version cannot be used at all;
+    None if it can.
     """
     name: str
     module: str
     chips: tuple[int, ...]
     head_dims: Callable[[int, int], bool]
     function: str | None
-    packed_function: str
+    packed_function: str | None
     call: Callable[[Function, Tensor, Tensor, Tensor, Request], tuple[Tensor, Tensor | None]]
     windows: bool = True
     softcap: bool = False
     lse: bool = False
+    any_mask: bool = False
     deterministic: bool = True
     fits: Callable[[DocumentCounts, int], bool] = lambda documents, tokens: True
     why_not: Callable[[], str | None] = lambda: None
@@ -159,7 +174,15 @@ def call_cudnn_in_torch(
     return out, None
 
 
-# In order of preference: versions 3 and 4 of flash-attn, cuDNN, version 2 of flash-attn, torch's copy of it
+def call_flex(
+    function: Function, q: Tensor, k: Tensor, v: Tensor, request: Request
+) -> tuple[Tensor, Tensor | None]:
+    """Like call_flash_attn, never packed."""
+    return function(q, k, v, request.mask, request.form, request.with_lse)
+
+
+# In order of preference: versions 3 and 4 of flash-attn, cuDNN, version 2 of flash-attn, torch's copy of it,
+# and flex_attention for what these leave
 LIBRARIES = (
     Library(
         name="flash_attn_interface",
@@ -225,6 +248,18 @@ LIBRARIES = (
         packed_function="varlen_attn",
         call=call_torch,
     ),
+    Library(
+        name="torch.nn.attention.flex_attention",
+        module="kernels.attention_flex",
+        chips=(8, 9, 10, 12),
+        head_dims=flex_head_dims,
+        function="masked_attention",
+        packed_function=None,
+        call=call_flex,
+        softcap=True,
+        lse=True,
+        any_mask=True,
+    ),
 )
 
 
@@ -270,28 +305,37 @@ def usable_libraries(
     has_sinks: bool = False,
 ) -> Iterator[Choice]:
     """Yield all such libraries in order of preference. Each is tried when requested."""
-    kind = classify_call(q, k, mask)
-    if kind is None or q.device.type not in DEVICES or q.dtype not in DTYPES:
+    if isinstance(mask, Tensor) or (mask is None and q.shape[1] != k.shape[1]):
         return
+    if q.device.type not in DEVICES or q.dtype not in DTYPES:
+        return
+    is_plain = mask is None and form.softcap is None and not has_sinks
+    kind = classify_call(q, mask)
     head_dims = q.shape[-1], v.shape[-1]
     groups = k.shape[2] < q.shape[2]
     deterministic = torch.are_deterministic_algorithms_enabled()
     for library in LIBRARIES:
         if compute_capability(q.device) not in library.chips or not library.head_dims(*head_dims):
             continue
-        if (kind.window and not library.windows) or (deterministic and not library.deterministic):
+        if deterministic and not library.deterministic:
             continue
         if (form.softcap is not None and not library.softcap) or (has_sinks and not library.lse):
             continue
-        if kind.documents is not None and not library.fits(kind.documents, q.shape[0] * q.shape[1]):
+        if library.any_mask:
+            if is_plain:  # SDPA covers it
+                continue
+            is_packed, has_window = False, True
+        elif kind is None or not takes(library, kind, q.shape[0] * q.shape[1]):
             continue
-        is_packed = kind.documents is not None or (library.function is None and kind.window)
+        else:
+            is_packed = kind.documents is not None or (library.function is None and kind.window)
+            has_window = kind.window
         name = library.packed_function if is_packed else library.function
         function = None if name is None else installed_function(library.module, name)
         if function is None:
             continue
         choice = Choice(library, function, is_packed)
-        trial = get_trial(kind.window, form, has_sinks)
+        trial = get_trial(has_window, form, has_sinks)
         if passes_trial(choice, q.device, q.dtype, head_dims, groups, trial, deterministic):
             yield choice
 
@@ -302,12 +346,17 @@ class CallKind:
     window: bool
 
 
-def classify_call(q: Tensor, k: Tensor, mask: MaskLike) -> CallKind | None:
-    """Classify the call that a mask requires. None if no library takes it."""
+def takes(library: Library, kind: CallKind, tokens: int) -> bool:
+    """Whether a library with functions of its own for documents supports such a call."""
+    if kind.window and not library.windows:
+        return False
+    return kind.documents is None or library.fits(kind.documents, tokens)
+
+
+def classify_call(q: Tensor, mask: AttentionMask | None) -> CallKind | None:
+    """Classify the call that a mask requires. None if only a library that takes any mask takes it."""
     if mask is None:
-        return CallKind(documents=None, window=False) if q.shape[1] == k.shape[1] else None
-    if isinstance(mask, Tensor):
-        return None
+        return CallKind(documents=None, window=False)
     tokens = q.shape[0] * q.shape[1]
     documents = None if mask.packed is None else DocumentCounts(mask.packed.number, mask.packed.longest)
     if mask.chunk is not None:
@@ -328,7 +377,7 @@ def library_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e] -> [b, s_q, h, e], by choose_library's choice."""
-    request = Request(None, None if mask is None else mask.window, form, sinks is not None)
+    request = Request(None, None if mask is None else mask.window, form, sinks is not None, mask)
     if not choice.is_packed:
         return with_sinks(*choice.library.call(choice.function, q, k, v, request), sinks)
 
@@ -393,7 +442,7 @@ def passes_trial(
     why = obstacle(choice, device, dtype, head_dims, groups, trial)
     if why is not None:
         asked = {
-            "documents": choice.is_packed,
+            "documents": choice.is_packed or choice.library.any_mask,
             "a window": trial.window is not None,
             "a scale": trial.form.scale is not None,
             "a soft cap": trial.form.softcap is not None,
@@ -419,7 +468,7 @@ def obstacle(
         return why
     d, e = head_dims
     tokens = sum(TRIAL_LENGTHS)
-    lengths = TRIAL_LENGTHS if choice.is_packed else (tokens,)
+    lengths = TRIAL_LENGTHS if choice.is_packed or choice.library.any_mask else (tokens,)
     stream = torch.Generator().manual_seed(0)
     inputs = [torch.randn(tokens, heads, dim, generator=stream) for heads, dim in ((4, d), (2, d), (2, e))]
     if not groups:
@@ -440,6 +489,10 @@ def obstacle(
 
     def attend_by_library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         request = Request(None, trial.window, trial.form, trial.has_sinks)
+        if choice.library.any_mask:
+            docs = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(device)
+            mask = make_attention_mask(0, tokens, 0, tokens, trial.window, docs[None], device)
+            request = request._replace(mask=mask)
         if not choice.is_packed:
             results = choice.library.call(choice.function, q[None], k[None], v[None], request)
             return with_sinks(*results, sinks)[0]

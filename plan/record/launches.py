@@ -273,7 +273,8 @@ def simulated_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iter
 def simulated_libraries() -> Iterator[None]:
     """Pretend that torch's libraries are installed and flash-attn is not, and that trial runs pass.
 
-    A trial compares values, which meta tensors do not have.
+    A trial compares values, which meta tensors do not have. Calls of flex_attention, which torch compiles for
+    real tensors alone, count as our Triton kernels: the same blocks, tensors and products.
     """
     real_function = attention_libraries.installed_function
 

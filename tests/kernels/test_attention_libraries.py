@@ -16,7 +16,7 @@ from test_attention import check_documents_of_library
 
 from data.pack import pack_windows
 from kernels import attention as kernel
-from kernels import attention_cudnn
+from kernels import attention_cudnn, attention_flex
 from kernels import attention_libraries as libraries
 from kernels.attention import attention, attention_reference
 from kernels.attention_mask import DocumentCounts, PackedDocuments, document_ends, make_attention_mask
@@ -431,6 +431,7 @@ def test_a_card_runs_every_library(monkeypatch, calls, cudnn_operation, training
     monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 1)
     monkeypatch.setattr(attention_cudnn, "MAX_PADDING", 64)
     cudnn_operation()
+    install(monkeypatch, "kernels.attention_flex", attention_flex)  # imported with all kernels
     install(monkeypatch, "cudnn", frontend_stand_in(calls))
     install(monkeypatch, "flash_attn", flash_stand_in(calls))
     names = ["cuDNN (nvidia-cudnn-frontend)", "cuDNN (torch)", "flash_attn"]
