@@ -86,7 +86,8 @@ def train_step(run: TrainingRun, step: int, microbatches: list[Microbatch]) -> S
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
     if run.routers.layers:
         run.routers.update_after_step(is_good, run.scaler.scale)
-    run.scaler.adapt(is_finite, has_targets)
+    if run.scaler.dynamic:  # fp16
+        run.scaler.adapt(is_finite, has_targets)
     return StepResult(gradients.loss, gradients.norm, is_good, gradients.targets)
 
 

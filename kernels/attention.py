@@ -96,21 +96,16 @@ def attention(
     """
     form = ScoreForm(scale, softcap)
     has_sinks = sinks is not None
-    beyond = ["a soft cap"] * (softcap is not None) + ["sinks"] * has_sinks  # SDPA lacks them; for messages
     if isinstance(mask, AttentionMask) and mask.is_causal:
         mask = None
 
+    # the implementation, and a library if it is one
     library = None
     if kind in ("auto", "flash") and q.device.type in attention_libraries.DEVICES:
         library = choose_library(q, k, v, mask, form, has_sinks)
-    supported = {
-        "flash": library is not None,
-        "triton": kind == "triton" and triton_attends(q, k, v, mask),
-        "sdpa": not beyond,
-    }
-    if not supported.get(kind, True):
-        report_unsupported(q, v, mask, kind, beyond)
-        kind = "auto"
+    beyond = ["a soft cap"] * (softcap is not None) + ["sinks"] * has_sinks  # SDPA lacks them; for messages
+    if kind != "auto":
+        kind = supported_kind(q, k, v, mask, kind, library, beyond)
     if kind == "auto":
         kind = choose_kind(q, k, v, mask, library, beyond)
 
@@ -127,32 +122,50 @@ def attention(
     return out if sinks is None else join_sinks(*out, sinks)
 
 
-def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str, beyond: list[str]) -> None:
+def supported_kind(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, kind: str, library: Choice | None, beyond: list[str]
+) -> str:
+    """Return the named implementation if it supports this call, else auto, and say so once.
+
+    library and beyond: see choose_kind.
+    """
+    supported = {
+        "flash": library is not None,
+        "triton": kind == "triton" and triton_attends(q, k, v, mask),
+        "sdpa": not beyond,
+    }
+    if supported.get(kind, True):
+        return kind
     dtype = str(q.dtype).removeprefix("torch.")
     with_mask = "" if mask is None else ", with this mask"
     with_mask += "".join(f", with {what}" for what in beyond)
     triton_.print_once(
         f"model.mixer.kernel={kind}: not for {dtype} on {q.device.type}, head dims {q.shape[-1]} and "
         f"{v.shape[-1]}{with_mask}, as installed here; auto picks")
+    return "auto"
 
 
 def choose_kind(
     q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, library: Choice | None, beyond: list[str]
 ) -> str:
     """Resolve auto for this call. library comes from choose_library; beyond: what SDPA lacks."""
-    of_torch = "reference" if beyond else "sdpa"
-    runs_on_cpu = q.device.type == "cpu" and "cpu" not in triton_.DEVICES
-    if runs_on_cpu and library is None:
-        return "blocks" if q.shape[1] == k.shape[1] else of_torch
     if library is not None:
         return "flash"
+    of_torch = "reference" if beyond else "sdpa"
+    if q.device.type == "cpu" and "cpu" not in triton_.DEVICES:
+        return "blocks" if q.shape[1] == k.shape[1] else of_torch
+    return choose_gpu_kernel(q, k, v, mask, beyond) or of_torch
+
+
+def choose_gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> str | None:
+    """Choose between SDPA's fused kernels and ours; None if neither supports the call."""
     if mask is None and not beyond and q.dtype in FLASH_DTYPES and sdpa_is_fused(q, k, v):
         return "sdpa"
-    if triton_attends(q, k, v, mask):
-        if q.dtype in FLASH_DTYPES:
-            report_slower(q, v, mask, beyond)
-        return "triton"
-    return of_torch
+    if not triton_attends(q, k, v, mask):
+        return None
+    if q.dtype in FLASH_DTYPES:
+        report_slower(q, v, mask, beyond)
+    return "triton"
 
 
 def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -71,7 +71,7 @@ def blocks_of(mask: AttentionMask) -> BlockMask:
 
 
 def make_block_mask(mask: AttentionMask) -> BlockMask:
-    """Make the blocks from the intervals of keys that queries see: no [s_q, s_k] mask. The host does not wait.
+    """Make the blocks from the intervals of keys that queries see: no [s_q, s_k] mask, and no host sync.
 
     Intervals only move forward, so the keys that the queries of a block see form one interval, from the first
     key of its first query to the position of its last query.

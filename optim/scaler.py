@@ -14,6 +14,7 @@ from config import MAX_LOSS_SCALE
 
 class LossScaler:
     """Loss scale of a run. `scale` is a device scalar; `good_steps` counts good steps since it last changed.
+    dynamic: whether a step adapts the scale.
 
     `first` and `window` are the keys train.loss_scale and train.loss_scale_window.
     """
@@ -37,8 +38,6 @@ class LossScaler:
 
         `is_good` and `has_targets` are bool scalars; `is_good` is False if the step overflowed.
         """
-        if not self.dynamic:
-            return
         good_steps = torch.where(is_good, self.good_steps + 1, 0.0)
         window_is_full = good_steps >= self.window
         good_steps = torch.where(window_is_full, 0.0, good_steps)
