@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from checkpoint.disk_saves import DiskSaves
-from config import OPTIMIZERS, Config, ConfigError
+from config import OPTIMIZERS, Config, ConfigError, profiled_steps
 from config.reading import get_phases
 from config.reading.schedules import make_schedules
 from data.loader import BatchLoader
@@ -300,7 +300,13 @@ def extras_of_loop(
     if cfg.profile.steps is not None:
         from runtime.profile import ProfilerTrace
 
-        extras.append(ProfilerTrace(cfg.profile.steps, log.run_dir, env.rank))
+        trace = log.run_dir / f"trace-rank{env.rank}.json"
+        extras.append(ProfilerTrace(profiled_steps(cfg.profile.steps), trace))
+    if cfg.profile.memory is not None:
+        from runtime.profile import MemorySnapshot
+
+        snapshot = log.run_dir / f"memory-rank{env.rank}.pickle"
+        extras.append(MemorySnapshot(profiled_steps(cfg.profile.memory, "memory"), snapshot))
     if cfg.log.slow_window is not None and env.world > 1:
         from durable.slow import SlowRanks, SlowReports
 

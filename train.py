@@ -266,8 +266,7 @@ def agree_to_stop(session: Session) -> tuple[str | None, bool]:
     answer = int(comm.all_reduce_max(torch.tensor(own_answer, dtype=torch.int32), world))
     if answer == SAVE_FAILED:
         saving.raise_failure(world)
-        return None, False
-    if answer == NO_STOP:
+    if answer in (SAVE_FAILED, NO_STOP):
         return None, False
     return reason or "stop requested on another rank", answer != STOP_FOR_GOOD
 

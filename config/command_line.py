@@ -21,10 +21,10 @@ REWORDED = (
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that raises ConfigError, and prints its description as written."""
+    """A parser that raises ConfigError, and prints its description as written. Options have one spelling."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **{"formatter_class": ParagraphHelp, **keywords})
+        super().__init__(*args, **{"formatter_class": ParagraphHelp, "allow_abbrev": False, **keywords})
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(reworded(message, self.prog))

@@ -427,8 +427,10 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Profiler traces."""
+    """Recordings of single steps."""
     steps: str | None = None  # FIRST:LAST: write a profiler trace of these steps into the run folder
+    memory: str | None = None  # FIRST:LAST: write a GPU's allocations in these steps into the run folder,
+    #   also if memory runs out in them; for pytorch.org/memory_viz
 
 
 @dataclass(frozen=True)
@@ -627,8 +629,8 @@ def is_permanent_step(checkpoint: CheckpointConfig, step: int) -> bool:
     return step in positive_integers(checkpoint.keep_at)
 
 
-def profiled_steps(text: str | None) -> range:
-    """Parse profile.steps: "10:12" is 10, 11 and 12; "10" is one step; None is an empty range.
+def profiled_steps(text: str | None, key: str = "steps") -> range:
+    """Parse a key of profile: "10:12" is 10, 11 and 12; "10" is one step; None is an empty range.
 
     Raises ConfigError for any other form.
     """
@@ -637,7 +639,7 @@ def profiled_steps(text: str | None) -> range:
     first, _, last = text.partition(":")
     last = last or first
     if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
-        raise ConfigError(f"profile.steps: {text!r} must be FIRST:LAST, counted from 1, e.g. 10:12")
+        raise ConfigError(f"profile.{key}: {text!r} must be FIRST:LAST, counted from 1, e.g. 10:12")
     return range(int(first), int(last) + 1)
 
 

@@ -82,7 +82,10 @@ def read_site(named: str | None) -> SiteSettings:
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(PARSERS)}"
             raise ConfigError(f"{path}: {key}: no such key; {hint}")
     values = {key: PARSERS[key](f"{path}: {key}", value) for key, value in tree.items() if value is not None}
-    return SiteSettings(file=path.resolve() if named else None, **values)
+    site = SiteSettings(file=path.resolve() if named else None, **values)
+    if site.container_mounts and "CONTAINER" not in site.variables():
+        raise ConfigError(f"{path}: container_mounts: nothing is mounted without container; name its image")
+    return site
 
 
 def export_lines(site: SiteSettings, environment: Mapping[str, str]) -> list[str]:

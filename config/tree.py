@@ -54,12 +54,16 @@ def field_types(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def get_ranges(cls: type) -> dict[str, Range]:
-    """Return {field: range} of the fields that have one."""
+    """Return {field: range} of the fields that have one. A message names none where that would do."""
     result: dict[str, Range] = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         for member in (hint, *typing.get_args(hint)):
             if typing.get_origin(member) is Annotated:
-                result[name] = member.__metadata__[0]
+                range_ = member.__metadata__[0]
+                may_be_none = type(None) in typing.get_args(hint)
+                if may_be_none:
+                    range_ = dataclasses.replace(range_, message=f"{range_.message}, or none")
+                result[name] = range_
     return result
 
 

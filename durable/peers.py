@@ -10,7 +10,7 @@ in a full launch queue; another thread detects it (watch_device). Then:
   exit_reason.json comes from rank 0 or from the rank that failed first.
 - A stopped process is killed by another rank on its host.
 - After a hang, every rank that still runs writes stacks.rankN.txt: its last exchanges, the stacks of its
-  threads, and where its own exchange failed.
+  threads, and where its own exchange failed; and flight/rank_N, torch's own record of its collectives.
 
 The store is hosted by the launcher or by rank 0. If that host is stopped (not dead), an operation on the
 store never returns, and torch has no timeout for it. So no rank waits for the store longer than
@@ -52,7 +52,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from parallel.wire import comm
-from parallel.wire.world import Store, leave_job, open_store
+from parallel.wire.world import Store, flight_record, leave_job, open_store
 from runtime import lines, setup
 from runtime.failure import (
     HANG,
@@ -72,6 +72,7 @@ ANSWER_SECONDS = {1: 1.5, HANG: 6.0}
 VERDICT_SECONDS = 8.0  # for the first rank to write its verdict
 REPORT_SECONDS = 8.0  # at most, for the others to write their reasons after that
 STORE_SECONDS = VERDICT_SECONDS + REPORT_SECONDS + 2.0  # for all of it; then the store counts as lost
+FLIGHT_SECONDS = 2.0  # for torch's flight recorder to be read, after a hang
 LIVE_SECONDS = 6.0  # for a live store to answer at all
 EXIT_SECONDS = 3.0  # for the main thread to exit on its own after that, closing its files
 POLL_SECONDS = 0.02
@@ -562,6 +563,10 @@ class PeerWatch:
             self.report_exit(code, text, requeue, of_job)
             if code == HANG:
                 self.write_stacks()
+                # a library that hangs may hold the lock of the recorder
+                writer = threading.Thread(target=self.write_flight_record, daemon=True)
+                writer.start()
+                writer.join(FLIGHT_SECONDS)
             self.told.set()
 
     def write_stacks(self) -> None:
@@ -585,6 +590,16 @@ class PeerWatch:
                 if error is not None:
                     where = "".join(traceback.format_exception(error, chain=False))
                     file.write(f"\nWhere its exchange failed:\n{setup.redact(where)}")
+
+    def write_flight_record(self) -> None:
+        """Write flight/rank_N to the run folder, which torchfrtrace reads."""
+        record = None if self.folder is None else flight_record()
+        if self.folder is None or record is None:
+            return
+        folder = Path(self.folder) / "flight"
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True)
+            (folder / f"rank_{self.rank}").write_bytes(record)
 
     def kill_hanging_siblings(self, store: Store, silent: list[int], code: int) -> None:
         """After a hang, kill the silent ranks on this host; otherwise the launcher waits 30 s for them."""

@@ -132,6 +132,9 @@ def read_environment(cfg: Config) -> LaunchEnv:
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
     if cfg.train.unproven and device.type != "cuda":
         raise ConfigError("train.unproven: needs a GPU, and torch finds none here; leave it out")
+    if cfg.profile.memory is not None and device.type != "cuda":
+        raise ConfigError("profile.memory: needs a GPU, and torch finds none here; leave it out, or see "
+                          "train.py --dry-run --memory FILE")
     if cfg.log.tensorboard:
         check_tensorboard()
     check_reports(cfg.log)
@@ -458,11 +461,12 @@ def redact(text: str) -> str:
 
 
 def remove_exit_reasons(run_dir: Path) -> None:
-    """Remove the exit reasons of an earlier launch, including partial ones, and the stacks of its ranks.
+    """Remove the exit reasons of an earlier launch, including partial ones, and what its ranks wrote after a
+    hang.
 
     Call it under the run's lock, before a rank can fail.
     """
-    for pattern in ("exit_reason*.json", "exit_reason*.json.*.tmp", "stacks.rank*.txt"):
+    for pattern in ("exit_reason*.json", "exit_reason*.json.*.tmp", "stacks.rank*.txt", "flight/rank_*"):
         for file in Path(run_dir).glob(pattern):
             with contextlib.suppress(OSError):
                 file.unlink()

@@ -59,7 +59,9 @@ def run_tags(text: str | None) -> tuple[str, ...]:
 
 
 def check_reports(log: LogConfig) -> None:
-    """Raise ConfigError if a tracker's package or the program of log.alert_command is missing."""
+    """Raise ConfigError for an empty list of tags, a tracker without package, an alert without program."""
+    if log.tags is not None and not run_tags(log.tags):
+        raise ConfigError(f"log.tags: {log.tags!r} has no tag; write them with commas, such as red,blue")
     for tracker in asked_trackers(log):
         package = TRACKER_PACKAGES[tracker]
         if importlib.util.find_spec(package) is None:

@@ -41,11 +41,7 @@ from start import check_config
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="python -m scripts.grid",
-        description=__doc__,
-        allow_abbrev=False,
-    )
+    parser = CommandParser(prog="python -m scripts.grid", description=__doc__)
     parser.add_argument("--over", nargs="+", action="append", required=True, metavar=("KEY", "VALUE"),
                         help="a key and its values; may be given several times")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks of each run, on this node")

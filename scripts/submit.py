@@ -29,7 +29,7 @@ CORE_OPTIONS = {"--cpus-per-task", "--cpus-per-gpu", "-c"}
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="python -m scripts.submit", description=__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="python -m scripts.submit", description=__doc__)
     parser.add_argument("--site", metavar="FILE", default=os.environ.get(SITE_VARIABLE),
                         help="the site file; none: BEVATRON_SITE, or configs/site.yaml")
     parser.add_argument("--print", action="store_true",

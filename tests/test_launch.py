@@ -6,6 +6,7 @@ loses.
 import contextlib
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -39,7 +40,8 @@ def run(tmp_path, args, world=2, **how):
 def old_reasons(tmp_path):
     """Left by an earlier start, which had more ranks."""
     (tmp_path / "run").mkdir()
-    names = ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json", "stacks.rank9.txt")
+    names = ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json", "stacks.rank9.txt", "flight/rank_9")
+    (tmp_path / "run" / "flight").mkdir()
     for name in names:
         (tmp_path / "run" / name).write_text('{"code": 0, "reason": "finished", "requeue": false, "rank": 0}')
 
@@ -90,6 +92,11 @@ def test_a_stopped_rank_is_found_named_and_ended(tmp_path, args):
     assert all(x["requeue"] for x in found.values())
     stacks = sorted(file.name for file in (tmp_path / "run").glob("stacks.*"))
     assert stacks == [f"stacks.rank{rank}.txt" for rank in (1, 2, 3)]
+    flights = sorted((tmp_path / "run" / "flight").iterdir())
+    assert [file.name for file in flights] == [f"rank_{rank}" for rank in (1, 2, 3)]
+    for file in flights:  # torch's own record: each has exchanged with the others
+        names = [entry["profiling_name"] for entry in pickle.loads(file.read_bytes())["entries"]]
+        assert "gloo:all_reduce" in names
     assert found[0]["rank"] in (1, 2, 3) and not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
 

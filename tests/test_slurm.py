@@ -359,6 +359,7 @@ def test_what_stands_on_the_line_or_in_a_file_of_the_planner_counts_more(tmp_pat
     ("exclude: [a b]", "exclude: expected one word, got 'a b'"),
     ("exclude: ['node[3']", "exclude: 'node[3' names no nodes; write node7 or node[3-5]"),
     ("options: --mem=0", "options: expected a list of options of sbatch, such as [--mem=0], got '--mem=0'"),
+    ("container_mounts: [/data]", "container_mounts: nothing is mounted without container; name its image"),
     ("environment: {A-B: 1}", "environment: A-B cannot be the name of a variable"),
     ("environment: {A: true}", "environment: A: expected text, got True; write it in \"quotes\""),
     ("environment: {A: 12.10}", "environment: A: expected text, got 12.1; write it in \"quotes\""),

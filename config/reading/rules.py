@@ -196,7 +196,7 @@ def expert_rank_rules(cfg: Config, world: int) -> Iterator[Rule]:
 # ---- the run and its layout ------------------------------------------------------------------------------
 
 def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Check the length of the run and the profiled steps. Raises ConfigError if profile.steps cannot be
+    """Check the length of the run and the recorded steps. Raises ConfigError if a key of profile cannot be
     parsed."""
     given = [key for key in HORIZONS if getattr(cfg.train, key) is not None]
     key = given[1] if len(given) > 1 else "steps"
@@ -205,6 +205,7 @@ def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"train.{key}: give exactly one of train.steps, train.tokens, train.flops; "
         f"got {' and '.join(given) or 'none'}")
     profiled_steps(cfg.profile.steps)
+    profiled_steps(cfg.profile.memory, "memory")
 
 
 def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:

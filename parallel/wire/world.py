@@ -13,6 +13,7 @@ On GPUs, device tensors travel over NCCL and host tensors over gloo:
   is reported before that, by durable/peers.py.
 """
 import dataclasses
+import pickle
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace  # pyright: ignore[reportAttributeAccessIssue]
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  public all the same
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
@@ -257,3 +259,12 @@ def leave_job() -> None:
     """Leave the job. Call it before a rank exits: exiting with a live process group can abort its peers."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def flight_record() -> bytes | None:
+    """Return what torch's flight recorder has of this rank's last collectives, a pickle for torchfrtrace.
+
+    None if it has recorded nothing. Without stacks: making them readable may wait for a thread that hangs.
+    """
+    record = _dump_fr_trace(includeCollectives=True, includeStackTraces=False, onlyActive=False)
+    return record if pickle.loads(record).get("entries") else None

@@ -71,6 +71,7 @@ def test_a_horizon_replaces_the_one_below():
     (["--model.mixer.kernel", "triton", "--train.dtype", "fp64"],
      r"^model\.mixer\.kernel: the Triton kernels have no fp64"),
     (["--train.micro_batch", "0"], r"^train\.micro_batch: 0 must be above 0"),
+    (["--eval.every", "0"], r"^eval\.every: 0 must be above 0, or none$"),
     (["--log.name", "../x"], r"^log\.name: '\.\./x' must be a plain folder name"),
     (["--model.preset", "lama3-8b"], r"^model\.preset: no such preset 'lama3-8b'; did you mean llama3-8b"),
     (["stray"], r"^stray: unexpected"),

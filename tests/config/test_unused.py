@@ -85,7 +85,7 @@ READ = {
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",
     "log": "dir name every inside_every wandb tensorboard mlflow comet alert_command",
-    "profile": "steps",
+    "profile": "steps memory",
 }
 # of the keys that config/reading/rules.py or build.py refuses where they do nothing, for any world size and
 # in every program: settings with which they do

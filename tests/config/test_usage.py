@@ -3,6 +3,7 @@ parsed once.
 """
 
 import dataclasses
+import importlib
 import re
 import shlex
 import sys
@@ -145,3 +146,13 @@ def test_what_was_read_cannot_be_spoiled_and_a_new_file_is_seen(monkeypatch, tmp
     (tmp_path / "new").write_text(text)
     (tmp_path / "new").replace(tmp_path / "models.yaml")
     assert presets()["llama-mini"]["layers"] == 5
+
+
+@pytest.mark.parametrize("script, word", [
+    ("compare", "--wat"), ("preflight", "--sit"), ("plan", "--gpu"), ("generate", "--promp"), ("submit", "--prin"),
+])
+def test_a_part_of_an_option_is_not_that_option(script, word):
+    """A later option could give it another meaning."""
+    given = importlib.import_module(f"scripts.{script}.__main__" if script == "compare" else f"scripts.{script}")
+    with pytest.raises(ConfigError, match=f"unrecognized arguments: .*{word}|required"):
+        given.arguments().parse_args(["x", word, "1"])

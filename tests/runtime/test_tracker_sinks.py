@@ -136,6 +136,7 @@ def test_wandb_gets_entity_group_tags_and_notes(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, says", [
     (("--log.mlflow", "runs/ml"), "log.mlflow: needs the package mlflow (pip install mlflow)"),
     (("--log.comet", "offline"), "log.comet: needs the package comet_ml (pip install comet_ml)"),
+    (("--log.tags", ", ,"), "log.tags: ', ,' has no tag; write them with commas, such as red,blue"),
     (("--log.alert_command", "no-such -x"), "log.alert_command: no-such: no such program; give the path"),
     (("--log.alert_command", "m 'a"), "log.alert_command: m 'a: No closing quotation; close the quotes"),
 ])

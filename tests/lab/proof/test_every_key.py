@@ -33,6 +33,7 @@ WITHOUT_CELLS = {
     "log.alert_command": "runs after a failure",
     "log.tensorboard": "a copy of what is logged",
     "profile.steps": "writes traces beside the run",
+    "profile.memory": "writes the allocations of a GPU beside the run",
 }
 
 # Families whose cells have, together, every key of the model: of the last, only what all of their cells have.
