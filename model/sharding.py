@@ -16,8 +16,8 @@ from parallel.wire.compress import CODECS
 
 
 def set_rates(cfg: Config, module: nn.Module) -> None:
-    """Set initial values and learning rates for muP, and the rates of optim.groups. Leaves parameter data,
-    which modules may share, untouched."""
+    """Set initial values and learning rates for muP, and the rates of optim.groups; parameters with a rate of
+    0 are frozen. Leaves parameter data, which modules may share, untouched."""
     width_ratio = mup_width_ratio(cfg.model)
     power = OPTIMIZERS[cfg.optim.name].mup_power
     groups = parse_groups(cfg.optim.groups)
@@ -27,6 +27,7 @@ def set_rates(cfg: Config, module: nn.Module) -> None:
         if group is not None:
             spec = replace(spec, group_lr_factor=group.lr_factor, group_weight_decay=group.weight_decay)
         param.spec = spec
+        param.requires_grad_(not spec.is_frozen)
 
 
 def parallel_dims(cfg: Config, world_size: int) -> ParallelDims:

@@ -67,7 +67,7 @@ class ParameterSpec:
     role: str  # a key of ROLES
     std: float = 0.0  # standard deviation of normal initial values
     lr_factor: float = 1.0  # of muP, multiplies the learning rate
-    group_lr_factor: float = 1.0  # of optim.groups, too
+    group_lr_factor: float = 1.0  # of optim.groups, too; 0: the parameter is frozen
     group_weight_decay: float | None = None  # of optim.groups, instead of optim.weight_decay
     partial_over: tuple[str, ...] = ()
     is_expert: bool = False
@@ -86,6 +86,11 @@ class ParameterSpec:
     @property
     def has_decay(self) -> bool:
         return ROLES[self.role].has_decay
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the optimizer leaves it as it is: it has no gradient, no moments and no master copy."""
+        return self.group_lr_factor == 0
 
     @property
     def is_hidden_matrix(self) -> bool:

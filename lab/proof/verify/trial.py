@@ -230,7 +230,7 @@ class TrialObserver:
                 self.compare_equal(f"{self.named(step)} {field}", torch.cat(values), step, rows)
 
     def grads_ready(self, step: int) -> str | None:
-        for bucket in self.run.buckets:
+        for bucket in (bucket for bucket in self.run.buckets if bucket.trains):
             for box, part in get_boxes(bucket, bucket.grads.local):
                 self.compare_close(f"{self.named(step)} gradient of {box.key}", part, step, box)
         optim = self.run.cfg.optim
