@@ -234,7 +234,7 @@ class OptimConfig:
     eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled weight decay of matrices; norms and biases have none
     groups: str | None = None  # rates of some parameters, by role or by pattern of names, separated by ";":
-    #   "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"
+    #   "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"; lr_factor 0 freezes
     clip: Positive | None = 1.0  # largest global gradient norm; none: gradients are not clipped
     spike_sigma: Positive | None = None  # a step whose loss or gradient norm is more than this many standard
     #   deviations above the mean of the last spike_window applied steps is not applied (OLMo: 6); none: each

@@ -70,7 +70,7 @@ SWITCHES = {  # the first value of each is the default
     "vocab_multiple": (32, 128),  # with 128, padding takes a quarter of the rows for 257 ids: whole shards
     "geometry": ("small", "wide"),
     # the words of BUNDLES: several keys in one switch
-    "numbers": (None, "numbers"),
+    "numbers": (None, "numbers", "frozen"),
     "source": (None, "fim", "raw"),
     "scores": (None, "tasks"),
     "saves": (None, "kept", "mirror"),
@@ -123,6 +123,7 @@ BUNDLES: dict[str, Values] = {
         "parallel.timeout_s": 200.0,
         "log.slow_window": 2,
     },
+    "frozen": {"optim.groups": "embedding: lr_factor 0; layers.0.*: lr_factor 0; norm: lr_factor 0"},
     "fim": {
         "data.fim_rate": 0.7,
         "data.fim_spm_rate": 0.4,
@@ -335,7 +336,7 @@ class Lattice:
         if self.world == 1:
             keys.pop("checkpoint.replicas", None)  # needs other nodes
         seq_len = keys.get("seq_len", self.cfg.train.seq_len)
-        if values["numbers"]:
+        if values["numbers"] == "numbers":
             tokens = float(NUM_STEPS * global_batch * seq_len)
             keys |= {"train.steps": None, "train.tokens": tokens, "train.flops": None}
         if values["phases"]:

@@ -1,0 +1,193 @@
+"""A run that continues a Hugging Face model and trains a part of it, beside transformers' model under a
+training loop written by hand: the losses, gradient norms and exported weights of every step.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from program import Enough, trained
+from ranks import corpus
+from torch.overrides import TorchFunctionMode
+
+pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
+
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from config import ConfigError  # noqa: E402
+from config.reading import resolve, split_argv  # noqa: E402
+from parallel.wire.world import World  # noqa: E402
+from scripts import convert  # noqa: E402
+
+STEPS, LR, DECAY, CLIP = 4, 0.02, 0.1, 0.5
+WORDS = (
+    "llama3-tiny --model.layers 2 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
+    "--model.mlp.width 48 --model.context 64 --model.tied false --model.norm.eps 1e-6 "
+    "--model.mixer.rope.base 10000 --model.mixer.rope.scaling none "
+    "--train.dtype fp64 --train.seq_len 16 --train.micro_batch 2 --train.global_batch 4 --train.threads 1 "
+    f"--train.steps {STEPS} --optim.lr {LR} --optim.weight_decay {DECAY} --optim.clip {CLIP} --optim.warmup 0 "
+    "--optim.decay constant --eval.every none --eval.batches 1 --eval.sample 0 --log.every 1 "
+    "--data.tokenizer bytes --model.vocab 257"
+).split()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """hf/: a Llama of two layers in fp64; text: the data."""
+    home = tmp_path_factory.mktemp("continued")
+    corpus(home)
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=256, tie_word_embeddings=False, dtype="float64",
+    )
+    LlamaForCausalLM(config).double().save_pretrained(home / "hf")
+    return home
+
+
+def config_of(home, name, *more, init=True):
+    start = ("--checkpoint.init_from", str(home / "hf")) if init else ()
+    argv = [*WORDS, "--data.path", str(home / "text"), "--log.dir", str(home / "runs"),
+            "--log.name", name, *start, *more]
+    return resolve(*split_argv(argv))
+
+
+def train_ours(home, name, *more, last=None):
+    """batches: of each step; loss, norm: of each step; run: the run. last: the step after which it dies."""
+    seen = SimpleNamespace(batches={}, loss=[], norm=[], run=None)
+
+    def watch(point, step=None, **what):
+        if point == "run.built":
+            seen.run = what["run"]
+        elif point == "step.read":
+            seen.batches[step] = what["batches"]
+        elif point == "step.end":
+            seen.loss.append(float(what["loss"]))
+            seen.norm.append(float(what["norm"]))
+            if step == last:
+                seen.run.data.close()
+                raise Enough
+
+    cfg = config_of(home, name, *more)
+    assert trained(World(), cfg, str(home / "runs" / name), watch) == 0
+    return seen
+
+
+class InFp64(TorchFunctionMode):
+    """transformers computes norms, rotary tables and softmax in fp32, whatever it is given; here in fp64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
+
+
+def train_theirs(model, batches, params):
+    """(losses, norms) of the steps by torch.optim.AdamW over these parameters alone."""
+    for p in model.parameters():
+        p.requires_grad_(any(p is one for one in params))
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optim = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    losses, norms = [], []
+    for step in sorted(batches):
+        tokens = torch.cat([batch.tokens for batch in batches[step]])
+        targets = torch.cat([batch.targets for batch in batches[step]])
+        with InFp64():
+            logits = model(tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        optim.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(params, CLIP)))
+        optim.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def load_theirs(home):
+    model = AutoModelForCausalLM.from_pretrained(home / "hf", dtype=torch.float64)
+    model.model.rotary_emb.inv_freq = 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    return model
+
+
+def exported(home, name):
+    folder = home / f"hf-{name}"
+    assert convert.main(["to-hf", str(home / "runs" / name), str(folder)]) == 0
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def same_values(ours, theirs):
+    assert ours.loss == pytest.approx(theirs[0], rel=1e-9)
+    assert ours.norm == pytest.approx(theirs[1], rel=1e-9)
+
+
+# ---- frozen parameters -------------------------------------------------------------------------------------
+
+FROZEN = {
+    "lower": ("embedding: lr_factor 0; layers.0.*: lr_factor 0", ("embed_tokens", "layers.0.")),
+    "scattered": ("norm: lr_factor 0; layers.*.mlp.*: lr_factor 0", ("norm", "mlp")),
+    "head alone": ("embedding: lr_factor 0; layers.*: lr_factor 0; norm.weight: lr_factor 0", ("model.",)),
+}
+
+
+@pytest.mark.parametrize("groups, frozen", FROZEN.values(), ids=FROZEN)
+def test_what_is_not_frozen_trains_as_with_torchs_adamw_alone(home, groups, frozen):
+    name = f"frozen-{len(groups)}"
+    ours = train_ours(home, name, "--optim.groups", groups)
+    model = load_theirs(home)
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    left = [p for key, p in model.named_parameters() if not any(word in key for word in frozen)]
+    same_values(ours, train_theirs(model, ours.batches, left))
+
+    after = dict(exported(home, name).named_parameters())
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(after[key], p, rtol=1e-6, atol=1e-7, msg=key)
+        is_frozen = any(word in key for word in frozen)
+        assert torch.equal(after[key], before[key].float().double()) == is_frozen, key
+
+
+def test_frozen_parameters_have_weights_alone(home):
+    groups, _ = FROZEN["lower"]
+    run = train_ours(home, "kept", "--optim.groups", groups).run
+    params = dict(run.stages[0].named_parameters())
+    assert {key for key, p in params.items() if not p.requires_grad} == {
+        key for key in params if key.startswith(("embedding.", "blocks.0."))
+    }
+    size = sum(b.size for b in run.buckets if b.trains)
+    assert 0 < size < sum(b.size for b in run.buckets)
+    assert sum(b.grads.full.numel() for b in run.buckets) == size
+    assert all(sum(flat.numel() for flat in flats) == size for flats in run.optim.state().values())
+    assert all(b.weights.master is b.weights.local for b in run.buckets if not b.trains)
+    assert all(p.main_grad is None for p in params.values() if not p.requires_grad)
+
+
+def test_a_run_resumes_with_its_frozen_parameters_and_with_others(home):
+    """The same groups: bit for bit. Others: what trains from then on has moments from 0."""
+    groups, _ = FROZEN["lower"]
+    whole = train_ours(home, "whole", "--optim.groups", groups)
+    half = ("--checkpoint.every", "2", "--optim.groups", groups)
+    with pytest.raises(Enough):
+        train_ours(home, "half", *half, last=3)
+    again = train_ours(home, "half", *half)
+    assert again.loss == whole.loss[2:] and again.norm == whole.norm[2:]
+
+    with pytest.raises(Enough):
+        train_ours(home, "thawed", *half, last=3)
+    thawed = train_ours(home, "thawed", "--checkpoint.every", "2")
+    assert thawed.loss[0] == whole.loss[2] and thawed.norm[0] > whole.norm[2]
+    assert all(p.requires_grad for p in thawed.run.stages[0].parameters())
+
+
+REFUSED = {
+    "*: lr_factor 0": "every parameter has lr_factor 0, and nothing trains",
+    "embedding: lr_factor 0, weight_decay 0.1": "weight_decay 0.1, and lr_factor 0 freezes these parameters",
+}
+
+
+@pytest.mark.parametrize("groups, why", REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_frozen_is_refused(home, groups, why):
+    with pytest.raises(ConfigError, match=f"^optim.groups: .*{why}"):
+        train_ours(home, "refused", "--optim.groups", groups)
