@@ -597,13 +597,13 @@ def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) ->
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
     shares = read_shares(run.buckets)
     wants = boxes_to_read(run, moments)
-    groups_before = build_config(meta).optim.groups
-    was_frozen, is_frozen = freezes(groups_before), freezes(run.cfg.optim.groups)
+    before = build_config(meta)
+    was_frozen, is_frozen = freezes(before), freezes(run.cfg)
     if is_frozen:
         unused += [f"*@{moment}" for moment in moments]
     if was_frozen:
         wants = without_new_moments(index, wants)
-        if groups_before != run.cfg.optim.groups:
+        if before.optim.groups != run.cfg.optim.groups:
             warnings.append(f"optim.groups: what was frozen in {where} and trains now has moments from 0")
     powersgd = get_powersgd(run.buckets)
     errors = {position: torch.zeros_like(reducer.error) for position, reducer in powersgd.items()}

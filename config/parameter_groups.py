@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from config.schema import Config
 from config.strict import ConfigError
 
 EXAMPLE = "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"
@@ -35,9 +36,9 @@ def find_group(groups: tuple[ParameterGroup, ...], role: str, key: str) -> Param
     return next((group for group in groups if group.has(role, key)), None)
 
 
-def freezes(text: str | None) -> bool:
-    """Return whether any group of optim.groups is frozen. Raises ConfigError."""
-    return any(group.lr_factor == 0 for group in parse_groups(text))
+def freezes(cfg: Config) -> bool:
+    """Return whether any parameter may be frozen: by a group, or beside adapters. Raises ConfigError."""
+    return cfg.model.lora is not None or any(group.lr_factor == 0 for group in parse_groups(cfg.optim.groups))
 
 
 @functools.lru_cache(maxsize=1 << 6)

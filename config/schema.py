@@ -115,6 +115,16 @@ class MupConfig:
     #   there; none: head_dim is the same as in the tuned model
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA (arXiv 2106.09685): low-rank adapters of linear layers, which train alone."""
+    rank: Count = 16  # inner width of an adapter
+    alpha: Positive = 16.0  # its output is multiplied by alpha / rank
+    scale: Literal["lora", "rslora"] = "lora"  # rslora: by alpha / sqrt(rank) instead (arXiv 2312.03732)
+    targets: str = "attn.q,attn.v"  # projections with an adapter, by name within a layer or in checkpoints:
+    #   patterns such as attn.*,mlp.* or layers.3.*, separated by commas; *: all that take one
+
+
 # ---- sections ----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +162,8 @@ class ModelConfig:
     logit_cap: Positive | None = None  # logits are bounded: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118)
     tied: bool = False  # the output head uses the weight of the embedding
     mtp: MTPConfig | None = None  # multi-token prediction (arXiv 2412.19437), in training only
+    lora: LoraConfig | None = None  # low-rank adapters (LoRA, arXiv 2106.09685), which train alone: all other
+    #   parameters are frozen, unless optim.groups names them
     dropout: BelowOne = 0.0  # of embeddings and both residual branches; masks depend on (seed, step, layer,
     #   position)
     init_std: Positive = 0.02  # of initial matrices; output projections have init_std / sqrt(2 layers)

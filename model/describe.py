@@ -73,7 +73,7 @@ def block_kind(cfg: Config, layer: int) -> BlockKind:
 @lru_cache(maxsize=1 << 12)
 def frozen_in_block(cfg: Config, layer: int) -> tuple[bool, ...]:
     """Return which parameters of a block are frozen, or () if all train."""
-    if not freezes(cfg.optim.groups):
+    if not freezes(cfg):
         return ()
     frozen = tuple(param.spec.is_frozen for param in describe_block(cfg, layer).params)
     return frozen if any(frozen) else ()

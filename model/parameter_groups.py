@@ -6,7 +6,7 @@ from config.parameter_groups import ParameterGroup, find_group, parse_groups
 from config.rule import Rule
 from config.strict import ConfigError
 from model.describe import all_parameters
-from parallel.sharding.spec import ROLES
+from parallel.sharding.spec import ADAPTER_ROLES, ROLES
 
 
 def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -31,7 +31,8 @@ def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
                 False,
                 f"optim.groups: {keys[0]} and {keys[apart]} are updated together, and not in the same group; "
                 "write a pattern that has both, such as layers.*.attn.*")
-        trains |= of_keys[0] is None or of_keys[0].lr_factor > 0
+        is_free = cfg.model.lora is None or spec.role in ADAPTER_ROLES
+        trains |= is_free if of_keys[0] is None else of_keys[0].lr_factor > 0
         if of_keys[0] is not None:
             found.add(of_keys[0])
             decays[of_keys[0]] |= spec.has_decay

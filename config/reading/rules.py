@@ -724,6 +724,14 @@ def task_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "eval.tasks_every", nearby_multiples(tasks_every or unit, unit))
 
 
+def adapter_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check model.lora, if it is set."""
+    if cfg.model.lora is not None:
+        from model.lora import lora_rules
+
+        yield from lora_rules(cfg)
+
+
 def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check the name of the run folder."""
     name = cfg.log.name
@@ -801,6 +809,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     cuda_graph_rules,
     rerun_rules,
     optimizer_state_rules,
+    adapter_rules,
     group_rules,
     batch_rate_rules,
     spike_rules,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import OPTIMIZERS, Config, ConfigError, MupConfig, layer_models
+from config import OPTIMIZERS, Config, ConfigError, LoraConfig, MupConfig, layer_models
 from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
@@ -70,7 +70,7 @@ SWITCHES = {  # the first value of each is the default
     "vocab_multiple": (32, 128),  # with 128, padding takes a quarter of the rows for 257 ids: whole shards
     "geometry": ("small", "wide"),
     # the words of BUNDLES: several keys in one switch
-    "numbers": (None, "numbers", "frozen"),
+    "numbers": (None, "numbers", "frozen", "lora"),
     "source": (None, "fim", "raw"),
     "scores": (None, "tasks"),
     "saves": (None, "kept", "mirror"),
@@ -124,6 +124,10 @@ BUNDLES: dict[str, Values] = {
         "log.slow_window": 2,
     },
     "frozen": {"optim.groups": "embedding: lr_factor 0; layers.0.*: lr_factor 0; norm: lr_factor 0"},
+    "lora": {
+        "model.lora": LoraConfig(rank=2, alpha=6.0, scale="rslora", targets="*"),
+        "optim.groups": "norm: lr_factor 0.5",
+    },
     "fim": {
         "data.fim_rate": 0.7,
         "data.fim_spm_rate": 0.4,
