@@ -2,6 +2,7 @@
 training loop written by hand: the losses, gradient norms and exported weights of every step.
 """
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
 
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from checkpoint.trained import load_run  # noqa: E402
 from config import ConfigError  # noqa: E402
 from config.reading import resolve, split_argv  # noqa: E402
+from parallel.sharding.views import get_boxes  # noqa: E402
 from parallel.wire.world import World  # noqa: E402
-from scripts import convert  # noqa: E402
+from scripts import convert, generate  # noqa: E402
 
 STEPS, LR, DECAY, CLIP = 4, 0.02, 0.1, 0.5
 WORDS = (
@@ -54,12 +58,17 @@ def config_of(home, name, *more, init=True):
 
 
 def train_ours(home, name, *more, last=None):
-    """batches: of each step; loss, norm: of each step; run: the run. last: the step after which it dies."""
-    seen = SimpleNamespace(batches={}, loss=[], norm=[], run=None)
+    """batches, loss, norm: of each step; run: the run; first: its own initial weights. last: the step after
+    which it dies.
+    """
+    seen = SimpleNamespace(batches={}, loss=[], norm=[], run=None, first={})
 
     def watch(point, step=None, **what):
         if point == "run.built":
             seen.run = what["run"]
+            for bucket in seen.run.buckets:
+                of_bucket = get_boxes(bucket, bucket.weights.master)
+                seen.first |= {box.key: part.clone() for box, part in of_bucket}
         elif point == "step.read":
             seen.batches[step] = what["batches"]
         elif point == "step.end":
@@ -191,3 +200,133 @@ REFUSED = {
 def test_what_cannot_be_frozen_is_refused(home, groups, why):
     with pytest.raises(ConfigError, match=f"^optim.groups: .*{why}"):
         train_ours(home, "refused", "--optim.groups", groups)
+
+
+# ---- adapters ----------------------------------------------------------------------------------------------
+
+THEIR_NAMES = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+WORDS_OF_ALL = "--model.lora.rank 3 --model.lora.alpha 5 --model.lora.scale rslora --model.lora.targets *".split()
+LORA = {  # words of train.py, the projections, the factor of B A x, what else trains
+    "default": (("--model.lora.rank", "4", "--model.lora.alpha", "6"), ("attn.q", "attn.v"), 6 / 4, ()),
+    "all": (WORDS_OF_ALL, tuple(THEIR_NAMES), 5 / 3**0.5, ()),
+    "norms too": (
+        ("--model.lora.targets", "attn.k,mlp.*", "--optim.groups", "norm: lr_factor 1"),
+        ("attn.k", "mlp.gate", "mlp.up", "mlp.down"),
+        1.0,
+        ("norm",),
+    ),
+}
+TOKENS = torch.arange(40)[None]
+
+
+class LowRank(torch.nn.Module):
+    """y = W x + s B A x"""
+
+    def __init__(self, linear, a, b, scale):
+        super().__init__()
+        self.linear, self.scale = linear, scale
+        self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+
+    def forward(self, x):
+        return self.linear(x) + self.scale * ((x @ self.a.T) @ self.b.T)
+
+    def merged(self):
+        return self.linear.weight + self.scale * self.b @ self.a
+
+
+def add_branches(model, targets, scale, matrix):
+    """Give the model of transformers low-rank branches: {(layer, our name): branch}.
+
+    matrix(layer, our name, "a" or "b"): their values.
+    """
+    branches = {}
+    for layer in range(2):
+        for name in targets:
+            part, last = THEIR_NAMES[name].split(".")
+            parent = model.get_submodule(f"model.layers.{layer}.{part}")
+            a, b = (matrix(layer, name, which) for which in "ab")
+            branches[layer, name] = LowRank(getattr(parent, last), a, b, scale)
+            setattr(parent, last, branches[layer, name])
+    return branches
+
+
+@pytest.mark.parametrize("words, targets, scale, others", LORA.values(), ids=LORA)
+def test_adapters_train_as_low_rank_branches_by_hand(home, words, targets, scale, others):
+    name = f"lora-{len(targets)}"
+    ours = train_ours(home, name, *words)
+
+    def first(layer, target, which):
+        value = ours.first[f"layers.{layer}.{target}.lora_{which}.weight"].clone()
+        assert value.abs().max() <= value.shape[1] ** -0.5 and value.any() == (which == "a")
+        return value
+
+    model = load_theirs(home)
+    branches = add_branches(model, targets, scale, first)
+    left = [p for branch in branches.values() for p in (branch.a, branch.b)]
+    left += [p for key, p in model.named_parameters() if any(word in key for word in others)]
+    same_values(ours, train_theirs(model, ours.batches, left))
+    assert ours.loss[-1] < ours.loss[0]
+
+    merged = exported(home, name)
+    for (layer, target), branch in branches.items():
+        found = merged.get_parameter(f"model.layers.{layer}.{THEIR_NAMES[target]}.weight")
+        torch.testing.assert_close(found, branch.merged(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(merged(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_exported_adapter_has_pefts_names_and_the_logits_of_the_run(home):
+    _, targets, scale, _ = LORA["all"]
+    train_ours(home, "peft", *WORDS_OF_ALL)
+    run, folder = str(home / "runs" / "peft"), home / "peft"
+    assert convert.main(["to-hf", run, str(folder), "--adapter"]) == 0
+    said = json.loads((folder / "adapter_config.json").read_text())
+    assert (said["peft_type"], said["r"], said["lora_alpha"], said["use_rslora"]) == ("LORA", 3, 5.0, True)
+    assert said["base_model_name_or_path"] == str(home / "hf")
+    assert set(said["target_modules"]) == {theirs.split(".")[1] for theirs in THEIR_NAMES.values()}
+
+    tensors = load_file(folder / "adapter_model.safetensors")
+
+    def stored(layer, target, which):
+        path = f"base_model.model.model.layers.{layer}.{THEIR_NAMES[target]}"
+        return tensors.pop(f"{path}.lora_{which.upper()}.weight").double()
+
+    model = load_theirs(home)
+    add_branches(model, targets, scale, stored)
+    assert not tensors
+    with InFp64(), torch.no_grad():
+        theirs = model(TOKENS).logits
+    logits = load_run(run, torch.device("cpu")).stage.logits(TOKENS, TOKENS)
+    torch.testing.assert_close(theirs, logits, rtol=1e-5, atol=1e-6)
+    assert generate.main([run, "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+
+
+def test_a_run_with_adapters_resumes_bit_for_bit(home):
+    words, *_ = LORA["default"]
+    whole = train_ours(home, "lora-whole", *words)
+    half = ("--checkpoint.every", "2", *words)
+    with pytest.raises(Enough):
+        train_ours(home, "lora-half", *half, last=3)
+    again = train_ours(home, "lora-half", *half)
+    assert again.loss == whole.loss[2:] and again.norm == whole.norm[2:]
+
+
+REFUSED_ADAPTERS = {
+    ("--model.lora.targets", "attn.q,head"): "targets: head names no part that takes .* do: attn.k, attn.o",
+    ("--model.lora.rank", "2", "--model.mup.base", "16"): "model.lora: the rates of adapters under muP",
+    ("--model.lora.rank", "2", "--log.noise_scale", "true"): "log.noise_scale: measures hidden matrices",
+    ("--model.lora.rank", "2", "--optim.groups", "*: lr_factor 0"): "every parameter has lr_factor 0",
+}
+
+
+@pytest.mark.parametrize("words, why", REFUSED_ADAPTERS.items(), ids=list(REFUSED_ADAPTERS.values()))
+def test_adapters_that_cannot_be_are_refused(home, words, why):
+    with pytest.raises(ConfigError, match=why):
+        train_ours(home, "refused", *words)
