@@ -17,8 +17,8 @@ from parallel.wire.compress import CODECS
 
 def set_rates(cfg: Config, module: nn.Module) -> None:
     """Set initial values and learning rates for muP, and the rates of optim.groups; parameters with a rate of
-    0 are frozen, and with model.lora all that are neither adapters nor in a group. Leaves parameter data, which
-    modules may share, untouched."""
+    0 are frozen, and with model.lora all that are neither adapters nor in a group. Leaves parameter data,
+    which modules may share, untouched."""
     width_ratio = mup_width_ratio(cfg.model)
     power = OPTIMIZERS[cfg.optim.name].mup_power
     groups = parse_groups(cfg.optim.groups)

@@ -109,12 +109,13 @@ def buckets(job: Job) -> dict[int, BucketsOfParts]:
 
 
 def unique_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:
-    """Return every bucket of the rank, in build.py's order: a shared table once, a block's for each block."""
+    """Return every bucket of the rank, in build.py's order: a shared table once, a block's for each block,
+    and frozen ones last."""
     results: list[PlannedBucket] = []
     for parts in planned.values():
         for part in parts:
             results += [bucket for bucket in part if bucket.num_users == 1 or bucket not in results]
-    return results
+    return sorted(results, key=lambda bucket: not bucket.trains)
 
 
 def trained_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:

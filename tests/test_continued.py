@@ -19,20 +19,26 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # 
 from checkpoint.trained import load_run  # noqa: E402
 from config import ConfigError  # noqa: E402
 from config.reading import resolve, split_argv  # noqa: E402
+from model.context import GenerationCache  # noqa: E402
 from parallel.sharding.views import get_boxes  # noqa: E402
 from parallel.wire.world import World  # noqa: E402
 from scripts import convert, generate  # noqa: E402
 
 STEPS, LR, DECAY, CLIP = 4, 0.02, 0.1, 0.5
-WORDS = (
-    "llama3-tiny --model.layers 2 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
-    "--model.mlp.width 48 --model.context 64 --model.tied false --model.norm.eps 1e-6 "
-    "--model.mixer.rope.base 10000 --model.mixer.rope.scaling none "
+RUN = (
     "--train.dtype fp64 --train.seq_len 16 --train.micro_batch 2 --train.global_batch 4 --train.threads 1 "
-    f"--train.steps {STEPS} --optim.lr {LR} --optim.weight_decay {DECAY} --optim.clip {CLIP} --optim.warmup 0 "
-    "--optim.decay constant --eval.every none --eval.batches 1 --eval.sample 0 --log.every 1 "
+    f"--train.steps {STEPS} --optim.lr {LR} --optim.weight_decay {DECAY} --optim.clip {CLIP} "
+    "--optim.warmup 0 --optim.decay constant --eval.every none --eval.batches 1 --eval.sample 0 --log.every 1 "
     "--data.tokenizer bytes --model.vocab 257"
 ).split()
+WORDS = [
+    *(
+        "llama3-tiny --model.layers 2 --model.hidden 32 --model.mixer.heads 4 --model.mixer.kv_heads 2 "
+        "--model.mlp.width 48 --model.context 64 --model.tied false --model.norm.eps 1e-6 "
+        "--model.mixer.rope.base 10000 --model.mixer.rope.scaling none"
+    ).split(),
+    *RUN,
+]
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +219,9 @@ THEIR_NAMES = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-WORDS_OF_ALL = "--model.lora.rank 3 --model.lora.alpha 5 --model.lora.scale rslora --model.lora.targets *".split()
+WORDS_OF_ALL = (
+    "--model.lora.rank 3 --model.lora.alpha 5 --model.lora.scale rslora --model.lora.targets *"
+).split()
 LORA = {  # words of train.py, the projections, the factor of B A x, what else trains
     "default": (("--model.lora.rank", "4", "--model.lora.alpha", "6"), ("attn.q", "attn.v"), 6 / 4, ()),
     "all": (WORDS_OF_ALL, tuple(THEIR_NAMES), 5 / 3**0.5, ()),
@@ -306,6 +314,25 @@ def test_an_exported_adapter_has_pefts_names_and_the_logits_of_the_run(home):
     logits = load_run(run, torch.device("cpu")).stage.logits(TOKENS, TOKENS)
     torch.testing.assert_close(theirs, logits, rtol=1e-5, atol=1e-6)
     assert generate.main([run, "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+
+
+def test_the_latents_of_attention_take_adapters(home):
+    """Beside transformers' model with the merged weights; a token at a time, the run absorbs them."""
+    model = "deepseek-v3-tiny --model.layers 2 --model.hidden 32 --model.mtp none --model.lora.targets *"
+    place = {"data.path": home / "text", "log.dir": home / "runs", "log.name": "latents"}
+    argv = [*model.split(), *RUN, *(word for key, value in place.items() for word in (f"--{key}", str(value)))]
+    cfg = resolve(*split_argv(argv))
+    assert trained(World(), cfg, str(home / "runs" / "latents"), lambda *_, **what: None) == 0
+    stage = load_run(str(home / "runs" / "latents"), torch.device("cpu"), "fp64").stage
+    with torch.no_grad():
+        logits = stage.logits(TOKENS, TOKENS)
+        cache = GenerationCache()
+        for place in range(TOKENS.shape[1]):
+            one = TOKENS[:, place : place + 1]
+            torch.testing.assert_close(stage.logits(one, one, cache=cache)[:, 0], logits[:, place])
+            cache.length = place + 1
+        theirs = exported(home, "latents")(TOKENS).logits
+    torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_with_adapters_resumes_bit_for_bit(home):

@@ -84,8 +84,8 @@ def write_peft_folder(
     others = [group.names for group in parse_groups(cfg.optim.groups) if group.lr_factor > 0]
     if others:
         raise ConfigError(
-            f"--adapter: optim.groups names {others[0]}, which may train beside the adapters, and a folder of "
-            "PEFT has adapters alone; leave --adapter out, which merges them into the weights"
+            f"--adapter: optim.groups names {others[0]}, which may train beside the adapters, and a folder "
+            "of PEFT has adapters alone; leave --adapter out, which merges them into the weights"
         )
     tensors: dict[str, Tensor] = {}
     modules: list[str] = []
@@ -93,7 +93,7 @@ def write_peft_folder(
         module = module_name(f"{name}.weight", family, model)
         pair = load_pair(index, name, weights, torch.float32)
         if pair is None:
-            raise ConfigError(f"{index.path}: holds no adapter of {name}; it is not a checkpoint of this model")
+            raise ConfigError(f"{index.path}: holds no adapter of {name}: not a checkpoint of this model")
         modules.append(module)
         for suffix, matrix in zip(("lora_A", "lora_B"), pair):
             tensors[f"{PREFIX}{module}.{suffix}.weight"] = matrix.to(dtype).contiguous()

@@ -12,7 +12,7 @@ from random_tokens import RandomTokens
 from tiny_records import get_part_record
 
 from build import build_run
-from config import OPTIMIZERS
+from config import OPTIMIZERS, LoraConfig
 from config.reading import resolve
 from config.reading.tiny import tiny_config
 from config.tree import with_values
@@ -83,6 +83,7 @@ def laid(name, parallel, **train):
 
 LLAMA, GPT2, MIXTURE = "llama3-tiny", "gpt2-tiny", "mixtral-tiny"
 FROZEN = "embedding: lr_factor 0; layers.0.*: lr_factor 0; layers.*.mlp.*: lr_factor 0"
+ADAPTERS = LoraConfig(rank=4, targets="*")
 BF16_STATES = {"optim.states": "bf16"}
 STATES = [
     *((LLAMA, dict(offload="optimizer", zero=z), {}) for z in (0, 3)),
@@ -109,6 +110,7 @@ STATES = [
     ),
     *((LLAMA, dict(zero=z, pp=2), {"optim.groups": FROZEN, "train.ema": 0.9}) for z in range(4)),
     (LLAMA, dict(offload="optimizer"), {"optim.groups": FROZEN}),
+    *((LLAMA, dict(zero=z, tp=2, sp=z > 0), {"model.lora": ADAPTERS}) for z in range(4)),
     (LLAMA, dict(zero=2, compress_weights="int8"), {"optim.groups": FROZEN}),
     (LLAMA, dict(tp=4), {"model.mixer.kv_heads": 2}),
     (LLAMA, dict(tp=4, sp=True, zero=3), {"model.mixer.kv_heads": 2}),
