@@ -783,7 +783,7 @@ def range_rules_of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
 # rules about train.phases: they hold for the whole run, however much of it is past
 RULES_OF_PHASES = (phase_rules, spike_rules)
 RULES_OF_WEIGHTS = (  # which ranks can hold a model that only computes
-    of_each_kind(layout_rules), moe_rules, of_each_kind(mlp_rules), expert_rank_rules,
+    of_each_kind(layout_rules), moe_rules, of_each_kind(mlp_rules), expert_rank_rules, adapter_rules,
 )
 # ordered: a rule may assume those before it
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
