@@ -331,8 +331,10 @@ def test_the_latents_of_attention_take_adapters(home):
             one = TOKENS[:, place : place + 1]
             torch.testing.assert_close(stage.logits(one, one, cache=cache)[:, 0], logits[:, place])
             cache.length = place + 1
-        theirs = exported(home, "latents")(TOKENS).logits
-    torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-4)
+        model = exported(home, "latents")
+        model.set_experts_implementation("eager")  # the grouped product has no fp64
+        theirs = model(TOKENS).logits
+    torch.testing.assert_close(theirs, logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_with_adapters_resumes_bit_for_bit(home):

@@ -660,6 +660,7 @@ ELSEWHERE = {
     "preset": "below: it says where the others start from",
     "mixer.keys_of": "tests/model/test_shared_keys.py: it needs kinds of layers",
 }
+PATTERNS = ("pattern", "lora.targets")
 NEEDS_A_GPU = {("mixer.kernel", "flash"), ("mixer.kernel", "triton")}  # tests/kernels/test_attention.py
 
 
@@ -679,7 +680,7 @@ def test_no_key_and_no_choice_is_forgotten():
     paths = every_path(ModelConfig)
     assert {case.key for case in CASES} | ELSEWHERE.keys() == paths.keys()
     defaults = {(path, getattr(owner, name, None)) for path, (owner, name) in paths.items()}
-    tried = {(case.key, case.to) for case in CASES if isinstance(case.to, str) and case.key != "pattern"}
+    tried = {(case.key, case.to) for case in CASES if isinstance(case.to, str) and case.key not in PATTERNS}
     assert tried | NEEDS_A_GPU == choices(ModelConfig) - defaults
 
 
