@@ -196,6 +196,18 @@ def test_a_run_resumes_with_its_frozen_parameters_and_with_others(home):
     assert all(p.requires_grad for p in thawed.run.stages[0].parameters())
 
 
+def test_a_phase_trains_what_the_one_before_has_frozen(home):
+    groups, _ = FROZEN["lower"]
+    phases = home / "phases.yaml"
+    phases.write_text("- after_steps: 2\n  optim.groups: 'embedding: lr_factor 0'\n")
+    words = ("--optim.groups", groups, "--train.phases", str(phases))
+    whole, phased = (train_ours(home, name, *words[:n]) for name, n in (("one-phase", 2), ("phased", 4)))
+    assert phased.loss[:3] == whole.loss[:3] and phased.norm[:2] == whole.norm[:2]
+    assert phased.norm[2] > whole.norm[2]  # of more parameters
+    frozen = [key for key, p in phased.run.stages[0].named_parameters() if not p.requires_grad]
+    assert frozen == ["embedding.weight"]
+
+
 REFUSED = {
     "*: lr_factor 0": "every parameter has lr_factor 0, and nothing trains",
     "embedding: lr_factor 0, weight_decay 0.1": "weight_decay 0.1, and lr_factor 0 freezes these parameters",
