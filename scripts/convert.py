@@ -2,7 +2,7 @@
 
     python -m scripts.convert from-hf DIR RUN                      a folder of save_pretrained -> a run folder
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
-    python -m scripts.convert to-hf RUN DIR --adapter              its adapters (model.lora) -> a folder of PEFT
+    python -m scripts.convert to-hf RUN DIR --adapter              its adapters (model.lora) -> one for PEFT
     torchrun --nproc-per-node 8 -m scripts.convert to-hf RUN DIR   the same, a tensor at a time in memory
 
 Models: those of checkpoint/hf/families/table.py, listed in docs/families.md.

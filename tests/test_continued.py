@@ -28,8 +28,8 @@ STEPS, LR, DECAY, CLIP = 4, 0.02, 0.1, 0.5
 RUN = (
     "--train.dtype fp64 --train.seq_len 16 --train.micro_batch 2 --train.global_batch 4 --train.threads 1 "
     f"--train.steps {STEPS} --optim.lr {LR} --optim.weight_decay {DECAY} --optim.clip {CLIP} "
-    "--optim.warmup 0 --optim.decay constant --eval.every none --eval.batches 1 --eval.sample 0 --log.every 1 "
-    "--data.tokenizer bytes --model.vocab 257"
+    "--optim.warmup 0 --optim.decay constant --eval.every none --eval.batches 1 --eval.sample 0 "
+    "--log.every 1 --data.tokenizer bytes --model.vocab 257"
 ).split()
 WORDS = [
     *(
@@ -332,8 +332,8 @@ def test_the_latents_of_attention_take_adapters(home):
     """Beside transformers' model with the merged weights; a token at a time, the run absorbs them."""
     model = "deepseek-v3-tiny --model.layers 2 --model.hidden 32 --model.mtp none --model.lora.targets *"
     place = {"data.path": home / "text", "log.dir": home / "runs", "log.name": "latents"}
-    argv = [*model.split(), *RUN, *(word for key, value in place.items() for word in (f"--{key}", str(value)))]
-    cfg = resolve(*split_argv(argv))
+    words = [word for key, value in place.items() for word in (f"--{key}", str(value))]
+    cfg = resolve(*split_argv([*model.split(), *RUN, *words]))
     assert trained(World(), cfg, str(home / "runs" / "latents"), lambda *_, **what: None) == 0
     stage = load_run(str(home / "runs" / "latents"), torch.device("cpu"), "fp64").stage
     with torch.no_grad():
