@@ -79,7 +79,7 @@ def total_steps(cfg: Config, flops_per_token: float) -> int:
 @dataclass(frozen=True)
 class StageBuckets:
     """The buckets of this rank's stages, and the hooks that exchange them."""
-    buckets: list[Bucket]  # all buckets of this rank, without duplicates
+    buckets: list[Bucket]  # all buckets of this rank, without duplicates; frozen ones come last
     hooks: dict[int, ZeroHooks]  # {stage number: its hooks}
 
 
@@ -117,7 +117,7 @@ def make_buckets(
                 last_is_head=stage.head is not None,
             )
             hooks[number].attach(stage.parts())
-    return StageBuckets(buckets, hooks)
+    return StageBuckets(sorted(buckets, key=lambda bucket: not bucket.trains), hooks)
 
 
 def without_storage(

@@ -137,7 +137,7 @@ def build_phase(
     """The run of a phase with initial weights, and its valid split. Collective."""
     setup.seed_everything(cfg)
     phase = get_phases(cfg).all[number - 1]
-    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
+    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len, groups=cfg.optim.groups))
     mesh = connect(phase.cfg, world)
     train_data, valid_data = open_data(cfg, mesh, env.device, number)
     if mesh.dp.size > 1 and not train_data.every_target_counts:

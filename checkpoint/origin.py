@@ -42,6 +42,7 @@ FINGERPRINT_DIGITS = 12  # of a fingerprint in a message
 IMPLIED_BY_TEXT = ("model.vocab", "model.vocab_multiple")  # need not be stated in addition to BY_TEXT
 MAX_NAMED = 4  # weights named in a message; the rest are only counted
 LAYER = re.compile(r"layers\.(\d+)\.")
+ADAPTERS = (".lora_a.weight", ".lora_b.weight")  # suffixes of weights that begin as no change (model/lora.py)
 LOAD = ".router.load"  # of model.aux_kind global: a training statistic, like moments
 
 TAKEN, IN_PART, FRESH, DROPPED = "taken", "in part", "fresh", "dropped"
@@ -166,7 +167,7 @@ def compare(
     Raises ConfigError for a difference that checkpoint.init_changes does not state, or a stated one that does
     not exist.
     """
-    keys: dict[str, tuple[Any, Any]] = differences(source, cfg.model)
+    keys: dict[str, tuple[Any, Any]] = differences(source, with_its_adapters(cfg.model, source))
     there = index.meta["tokenizer"]
     if there not in (fingerprint, UNKNOWN):
         keys[TOKENIZER] = there[:FINGERPRINT_DIGITS], fingerprint[:FINGERPRINT_DIGITS]
@@ -207,6 +208,11 @@ def compare(
         shapes=shapes,
         same_ids=match_token_ids(index, source, ids_by_text) if is_by_text else None,
     )
+
+
+def with_its_adapters(model: ModelConfig, source: ModelConfig) -> ModelConfig:
+    """Return the run's model without adapters if the source has none: new ones change nothing."""
+    return replace(model, lora=None) if source.lora is None else model
 
 
 def match_token_ids(
@@ -363,7 +369,8 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
     free = (TOKENIZER, START, *implied)
     if not all(key in free or leaves_weights_alone(key) for key in origin.keys):
         return  # a key changes names or shapes
-    lacking = [name for name in fresh if not origin.is_named(name)]
+    new = () if origin.source.lora else ADAPTERS
+    lacking = [name for name in fresh if not (origin.is_named(name) or name.endswith(new))]
     extra = [name for name in dropped if not origin.is_named(name)]
     wrong: list[str] = []
     if extra:

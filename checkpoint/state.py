@@ -48,6 +48,7 @@ from config import (
     layer_model,
 )
 from config.optimizers import EMA
+from config.parameter_groups import freezes
 from config.pattern import BLOCK_PARTS
 from config.reading import get_phases, saved_config
 from config.reading.function import FUNCTION_KEYS, START, written
@@ -596,6 +597,14 @@ def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) ->
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
     shares = read_shares(run.buckets)
     wants = boxes_to_read(run, moments)
+    before = build_config(meta)
+    was_frozen, is_frozen = freezes(before), freezes(run.cfg)
+    if is_frozen:
+        unused += [f"*@{moment}" for moment in moments]
+    if was_frozen:
+        wants = without_new_moments(index, wants)
+        if before.optim.groups != run.cfg.optim.groups:
+            warnings.append(f"optim.groups: what was frozen in {where} and trains now has moments from 0")
     powersgd = get_powersgd(run.buckets)
     errors = {position: torch.zeros_like(reducer.error) for position, reducer in powersgd.items()}
     wants += stored_only(index, error_boxes(run.buckets, errors, shares))
@@ -613,7 +622,7 @@ def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) ->
             strict=world.index == 0,
             allow=(f"*{ERROR_SUFFIX}", f"*{BASIS_MARK}*", *unused),
             others=others,
-            allow_cast=stored_states != states,
+            allow_cast=stored_states != states or was_frozen or is_frozen,  # frozen weights have no masters
             sharers=sharers,
         ))
 
@@ -631,6 +640,17 @@ def load(run: TrainingRun, index: store.StoredIndex, in_memory: bool = False) ->
     run.scaler.load(meta.get("loss_scale") if was_scaled else None)
     run.spikes.load(meta.get("spikes"))
     return warnings
+
+
+def without_new_moments(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
+    """Return the boxes without those of moments that are not stored, with a weight that is: it was frozen."""
+    stored = {piece.box.key for piece in index.pieces}
+    results: BoxedTensors = []
+    for box, part in boxes:
+        weight, mark, _ = box.key.partition("@")
+        if not mark or box.key in stored or weight not in stored:
+            results.append((box, part))
+    return results
 
 
 def boxes_to_read(run: TrainingRun, moments: Moments) -> BoxedTensors:

@@ -32,6 +32,7 @@ from config.schema import (
     HeadShape,
     LogConfig,
     ModelConfig,
+    LoraConfig,
     MTPConfig,
     MupConfig,
     NoPart,

@@ -3,14 +3,16 @@
     groups: "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"
 
 A group names parameters by role (ROLES in parallel/sharding/spec.py) or by a pattern of their names in
-checkpoints, in which * and ? stand for any characters. lr_factor multiplies the learning rate, and 0 freezes;
-weight_decay takes the place of optim.weight_decay. A parameter belongs to the first group that names it.
+checkpoints, in which * and ? stand for any characters. lr_factor multiplies the learning rate, and 0 freezes:
+such parameters have no gradient, no optimizer state and no master copy. weight_decay takes the place of
+optim.weight_decay. A parameter belongs to the first group that names it.
 """
 import functools
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from config.schema import Config
 from config.strict import ConfigError
 
 EXAMPLE = "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"
@@ -32,6 +34,11 @@ class ParameterGroup:
 def find_group(groups: tuple[ParameterGroup, ...], role: str, key: str) -> ParameterGroup | None:
     """Return the first group that names a parameter, or None."""
     return next((group for group in groups if group.has(role, key)), None)
+
+
+def freezes(cfg: Config) -> bool:
+    """Return whether any parameter may be frozen: by a group, or beside adapters. Raises ConfigError."""
+    return cfg.model.lora is not None or any(group.lr_factor == 0 for group in parse_groups(cfg.optim.groups))
 
 
 @functools.lru_cache(maxsize=1 << 6)

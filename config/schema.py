@@ -115,6 +115,16 @@ class MupConfig:
     #   there; none: head_dim is the same as in the tuned model
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA (arXiv 2106.09685): low-rank adapters of linear layers, which train alone."""
+    rank: Count = 16  # inner width of an adapter
+    alpha: Positive = 16.0  # its output is multiplied by alpha / rank
+    scale: Literal["lora", "rslora"] = "lora"  # rslora: by alpha / sqrt(rank) instead (arXiv 2312.03732)
+    targets: str = "attn.q,attn.v"  # projections with an adapter, by name within a layer or in checkpoints:
+    #   patterns such as attn.*,mlp.* or layers.3.*, separated by commas; *: all that take one
+
+
 # ---- sections ----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +162,8 @@ class ModelConfig:
     logit_cap: Positive | None = None  # logits are bounded: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118)
     tied: bool = False  # the output head uses the weight of the embedding
     mtp: MTPConfig | None = None  # multi-token prediction (arXiv 2412.19437), in training only
+    lora: LoraConfig | None = None  # low-rank adapters (LoRA, arXiv 2106.09685), which train alone: all other
+    #   parameters are frozen, unless optim.groups names them
     dropout: BelowOne = 0.0  # of embeddings and both residual branches; masks depend on (seed, step, layer,
     #   position)
     init_std: Positive = 0.02  # of initial matrices; output projections have init_std / sqrt(2 layers)
@@ -234,7 +246,7 @@ class OptimConfig:
     eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled weight decay of matrices; norms and biases have none
     groups: str | None = None  # rates of some parameters, by role or by pattern of names, separated by ";":
-    #   "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"
+    #   "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"; lr_factor 0 freezes
     clip: Positive | None = 1.0  # largest global gradient norm; none: gradients are not clipped
     spike_sigma: Positive | None = None  # a step whose loss or gradient norm is more than this many standard
     #   deviations above the mean of the last spike_window applied steps is not applied (OLMo: 6); none: each

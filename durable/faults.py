@@ -191,6 +191,7 @@ def disturb_next_sums(buckets: list[Bucket], fault: str | None) -> None:
 
 def disturbed(buckets: list[Bucket], fault: str | None) -> list[Bucket]:
     """Return the buckets that a fault disturbs: all for a spike, the first for a NaN or a flipped bit."""
+    buckets = [bucket for bucket in buckets if bucket.trains]
     return {"nan": buckets[:1], "bitflip": buckets[:1], "spike": buckets}.get(fault or "", [])
 
 

@@ -92,7 +92,7 @@ class StepRecorder(StepExtra):
         if record is None:
             return
         for bucket in self.buckets:
-            for slot in bucket.slots:
+            for slot in bucket.grads.slots:
                 start, end = bucket.owned_part(slot.offset, slot.numel)
                 if start < end:
                     record.add_own(f"{GRADIENT}{get_name(slot)}, summed", bucket.grads.local[start:end])

@@ -279,7 +279,7 @@ class _ScaledLinear(torch.autograd.Function):
         gathered = x if region is None else region.enter(x)
         matrix = scaling.casts.matrix(gathered)  # [t, n]
         maxima = scaling.input_maxima(matrix, both=grad_enabled)
-        if grad_enabled and function is None:
+        if grad_enabled and function is None and weight.requires_grad:
             quantized_x, by_token = scaling.inputs_in_both(matrix, maxima)
             ctx.save_for_backward(*tensors_of(by_token))
         else:
@@ -302,7 +302,7 @@ class _ScaledLinear(torch.autograd.Function):
 
         # exchanges with other ranks overlap with the GEMMs
         wait_x: Callable[[], Tensor] | None = None
-        if ctx.function is not None:
+        if ctx.function is not None and ctx.weight.requires_grad:
             wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors[1:])
         quantized_dy, dy_by_token = scaling.gradient_in_both(matrix)
         dx = None
@@ -312,19 +312,28 @@ class _ScaledLinear(torch.autograd.Function):
             dx = dx.view(*dy.shape[:-1], -1)
         wait_dx = start_reduce_grads(ctx.region, dx)
 
-        if wait_x is not None:
-            maxima = Maxima(columns=ctx.saved_tensors[0])
-            x_by_token = scaling.inputs_by_token(scaling.casts.matrix(wait_x()), maxima)
-        else:
-            x_by_token = scaling.restored(*ctx.saved_tensors)
-
-        dtype = dy.dtype  # a closure over dy would keep it alive until the W of a schedule
-
-        def write_wgrad(into: Tensor | None, add: bool) -> Tensor:
-            return scaling.products.write(into, dy_by_token, x_by_token, dtype, add)
-        dw = accumulate_grad(ctx.weight, write_wgrad)
+        dw = None
+        if ctx.weight.requires_grad:
+            dw = accumulate_wgrad(ctx, dy_by_token, dy.dtype, wait_x)
         db = None
         if ctx.bias is not None:
             flat_dy = matrix_of(dy)  # [t, m]
             db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
         return wait_dx(), dw, db, *[None] * (len(ctx.needs_input_grad) - 3)
+
+
+def accumulate_wgrad(
+    ctx, dy_by_token: Operand, dtype: torch.dtype, wait_x: Callable[[], Tensor] | None
+) -> Tensor | None:
+    """Accumulate the weight gradient, given dy in 8 bits, its dtype before that, and the linear's input, or
+    None if it was saved. ctx is that of _ScaledLinear."""
+    scaling = ctx.scaling
+    if wait_x is not None:
+        maxima = Maxima(columns=ctx.saved_tensors[0])
+        x_by_token = scaling.inputs_by_token(scaling.casts.matrix(wait_x()), maxima)
+    else:
+        x_by_token = scaling.restored(*ctx.saved_tensors)
+
+    def write_wgrad(into: Tensor | None, add: bool) -> Tensor:
+        return scaling.products.write(into, dy_by_token, x_by_token, dtype, add)
+    return accumulate_grad(ctx.weight, write_wgrad)

@@ -268,7 +268,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
         return F.linear(x, weight.to(x.dtype), bias)
 
@@ -276,19 +276,23 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        return dx, *weight_grads(ctx.weight, ctx.bias, dy, x)
+        return dx, *weight_grads(ctx.weight, ctx.bias, dy, lambda: x)
 
 
 def weight_grads(
-    weight: Tensor, bias: Tensor | None, dy: Tensor, x: Tensor
+    weight: Tensor, bias: Tensor | None, dy: Tensor, wait_x: Callable[[], Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Accumulate the gradients of weight and bias, given dy [..., m] and the GEMM's input x [..., n].
+    """Accumulate the gradients of weight and bias, given dy [..., m]. wait_x returns the GEMM's input
+    [..., n]; a frozen weight does not call it.
 
     Returns accumulate_grad's results.
     """
     flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
-    flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
-    dw = accumulate_grad(weight, lambda into, add: write_wgrad(into, flat_dy, flat_x, add))
+    dw = None
+    if weight.requires_grad:
+        x = wait_x()
+        flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
+        dw = accumulate_grad(weight, lambda into, add: write_wgrad(into, flat_dy, flat_x, add))
     if bias is None:
         return dw, None
     return dw, accumulate_summed_grad(bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
@@ -311,7 +315,8 @@ class _LinearInRegion(torch.autograd.Function):
             gathered, y = x, product(x, weight, bias)
         else:
             gathered, y = region.enter_and_multiply(x, weight, bias)
-        ctx.save_for_backward(*(args if function else (gathered,)))
+        if weight.requires_grad:
+            ctx.save_for_backward(*(args if function else (gathered,)))
         ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
         ctx.region = region
         ctx.function = function
@@ -321,12 +326,18 @@ class _LinearInRegion(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         # exchanges with other ranks overlap with the GEMMs
-        wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors)
+        wait_x = no_input
+        if ctx.weight.requires_grad:
+            wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors)
         dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         wait_dx = start_reduce_grads(ctx.region, dx)
 
-        dw, db = weight_grads(ctx.weight, ctx.bias, dy, wait_x())
+        dw, db = weight_grads(ctx.weight, ctx.bias, dy, wait_x)
         return wait_dx(), dw, db, None, None, *[None] * ctx.num_args
+
+
+def no_input() -> Tensor:
+    raise RuntimeError("a frozen weight has kept no input")
 
 
 def recompute_input(
@@ -359,7 +370,8 @@ class _LinearOutOfRegion(torch.autograd.Function):
         function: RecomputeFunction | None,
         *args: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(*(args if function else (x,)))
+        if weight.requires_grad:
+            ctx.save_for_backward(*(args if function else (x,)))
         ctx.weight = weight  # the Parameter itself, which has main_grad
         ctx.region = region
         ctx.function = function
@@ -368,13 +380,12 @@ class _LinearOutOfRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        wait_x = recompute_input(ctx.function, None, *ctx.saved_tensors)
+        wait_x = no_input
+        if ctx.weight.requires_grad:
+            wait_x = recompute_input(ctx.function, None, *ctx.saved_tensors)
         dy, dx = ctx.region.enter_and_multiply(dy, ctx.weight.t(), None)  # dy of all ranks' parts
 
-        x = wait_x()
-        flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
-        flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
-        dw = accumulate_grad(ctx.weight, lambda into, add: write_wgrad(into, flat_dy, flat_x, add))
+        dw, _ = weight_grads(ctx.weight, None, dy, wait_x)
         return dx, dw, None, None, *[None] * ctx.num_args
 
 

@@ -76,6 +76,10 @@ class TransformerBlock(nn.Module):
                 self.mlp_norm = Norm(cfg, f"{key}.mlp_norm") if before else SUM
             self.mlp = mlp(cfg, mesh, layer)
             self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
+        if cfg.model.lora is not None:
+            from model.lora import add_adapters
+
+            add_adapters(self, cfg, mesh)
         exchange_weight_maxima_together(self, mesh.tp)
         self.rounding = None  # of gradients, in NVFP4
         if rounds_gradients(cfg.train) and layer_in_fp8(cfg, layer):

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from config import Config, ModelConfig, layer_in_fp8, layer_kinds
+from config import Config, ModelConfig, OptimConfig, layer_in_fp8, layer_kinds
+from config.parameter_groups import freezes
 from model.block import TransformerBlock
 from model.sharding import mesh_degrees, set_rates
 from model.shared_keys import key_sources
@@ -30,30 +31,52 @@ class PartDescription:
 
     `cfg` holds the keys that modules read; `layer` is the number of a block, "embedding" or "head". `params`
     have no storage and exclude `shared_table`, the embedding's table if the output head or multi-token
-    prediction needs it too.
+    prediction needs it too. has_input_grad: something below it trains, or it is in another stage.
     """
     cfg: Config
     layer: int | str
     params: tuple[ShardedParameter, ...]
     shared_table: ShardedParameter | None = None
+    has_input_grad: bool = True
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters does."""
+        tables = () if self.shared_table is None else (self.shared_table,)
+        return any(param.requires_grad for param in (*self.params, *tables))
+
+    @property
+    def has_backward(self) -> bool:
+        return self.has_input_grad or self.trains
 
 
 class BlockKind(NamedTuple):
     """Blocks of one kind differ only in parameter names.
 
     `name` is the kind in model.pattern. `mixer` is None for an MLP alone. `is_read` says that later blocks
-    read the block's keys.
+    read the block's keys. `frozen` says which of its parameters are; () if all train.
     """
     name: str
     mixer: type[nn.Module] | None
     in_fp8: bool
     is_read: bool
+    frozen: tuple[bool, ...] = ()
 
 
 def block_kind(cfg: Config, layer: int) -> BlockKind:
     name = layer_kinds(cfg.model)[min(layer, cfg.model.layers - 1)]
     is_read = layer in key_sources(cfg.model).values()
-    return BlockKind(name, TransformerBlock.mixer_class(cfg, layer), layer_in_fp8(cfg, layer), is_read)
+    mixer = TransformerBlock.mixer_class(cfg, layer)
+    return BlockKind(name, mixer, layer_in_fp8(cfg, layer), is_read, frozen_in_block(cfg, layer))
+
+
+@lru_cache(maxsize=1 << 12)
+def frozen_in_block(cfg: Config, layer: int) -> tuple[bool, ...]:
+    """Return which parameters of a block are frozen, or () if all train."""
+    if not freezes(cfg):
+        return ()
+    frozen = tuple(param.spec.is_frozen for param in describe_block(cfg, layer).params)
+    return frozen if any(frozen) else ()
 
 
 @dataclass(frozen=True)
@@ -118,16 +141,19 @@ def describe_modules(cfg: Config, first: int, end: int, ends_are_apart: bool) ->
     parts: list[PartDescription] = []
     if first == 0:
         parts.append(describe_ends(cfg, ends_are_apart).embedding)
+    has_grad = first > 0 or parts[0].trains
 
-    block_of: dict[BlockKind, PartDescription] = {}
+    block_of: dict[tuple[BlockKind, bool], PartDescription] = {}
     for layer in range(first, end):
-        kind = block_kind(cfg, layer)
-        if kind not in block_of:
-            block_of[kind] = describe_block(cfg, first_layer_like(cfg, layer))
-        parts.append(block_of[kind])
+        form = block_kind(cfg, layer), has_grad
+        if form not in block_of:
+            block = describe_block(cfg, first_layer_like(cfg, layer))
+            block_of[form] = replace(block, has_input_grad=has_grad)
+        parts.append(block_of[form])
+        has_grad = parts[-1].has_backward
 
     if end == cfg.model.layers:
-        parts.append(describe_ends(cfg, ends_are_apart).head)
+        parts.append(replace(describe_ends(cfg, ends_are_apart).head, has_input_grad=has_grad))
     return StageDescription(cfg, tuple(parts))
 
 
@@ -154,11 +180,11 @@ def keys_of_modules(cfg: Config) -> Config:
     return replace(cfg, parallel=parallel, train=train)
 
 
-def describe_model(model: ModelConfig) -> StageDescription:
-    """Describe the full model on one rank. A vocabulary decided by the tokenizer counts as 0 rows, and
-    padding does not count."""
+def describe_model(model: ModelConfig, groups: str | None = None) -> StageDescription:
+    """Describe the full model on one rank, with the parameters of optim.groups that are frozen. A vocabulary
+    decided by the tokenizer counts as 0 rows, and padding does not count."""
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
-    return describe_stage(Config(model=counted), 0, model.layers)
+    return describe_stage(Config(model=counted, optim=OptimConfig(groups=groups)), 0, model.layers)
 
 
 def all_parameters(model: ModelConfig) -> Iterator[tuple[ParameterSpec, list[str]]]:

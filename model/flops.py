@@ -6,19 +6,19 @@ values. For other mixers, products are counted by running them on a sequence of 
 activations, short convolutions and recomputation do not count.
 """
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import nn
 
-from config import Config, ModelConfig, head_dim, layer_model, modules_ahead, value_dim
+from config import Config, ModelConfig, OptimConfig, head_dim, layer_model, modules_ahead, value_dim
 from model.attention import AttentionCore
 from model.block import TransformerBlock
 from model.context import View, forward_context, get_view
 from model.describe import PartDescription, describe_stage, mesh_of_one_stage
 from model.router import mixture
-from parallel.sharding.spec import ParameterSpec, sharded_parameters
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, sharded_parameters
 
 NO_PRODUCTS = ("embedding", "positions", "convolution")  # roles of parameters
 
@@ -67,21 +67,48 @@ def flops_of_parts(model: ModelConfig, documents: Sequence[int], seq_len: int) -
     return [flops_of_part(part, model, tuple(documents), seq_len) for part in parts]
 
 
+def training_flops(
+    model: ModelConfig, documents: Sequence[int], seq_len: int, groups: str | None = None
+) -> float:
+    """Return the FLOPs per token of forward and backward, three times those of the forward if all trains.
+
+    groups: optim.groups. A frozen matrix has no weight gradient, and parts below all that trains have no
+    backward. The others count all their input gradients.
+    """
+    cfg = Config(model=model, optim=OptimConfig(groups=groups))
+    total = 0.0
+    for part in describe_stage(cfg, 0, model.layers).parts:
+        forward = flops_of_part(part, model, tuple(documents), seq_len)
+        uses = list(matrix_flops(part, model))
+        matrices = sum(flops for _, flops in uses)
+        total += forward
+        if part.has_backward:
+            total += matrices + 2 * (forward - matrices)
+            total += sum(flops for param, flops in uses if param.requires_grad)
+    return total
+
+
 def flops_of_part(
     part: PartDescription, model: ModelConfig, documents: tuple[int, ...], seq_len: int
 ) -> float:
     """Return forward FLOPs per token of one part."""
-    flops = sum(flops_of_matrix(param.spec, model) for param in part.params)
+    matrices = sum(flops for _, flops in matrix_flops(part, model))
     if part.layer == "embedding":
-        return flops
+        return matrices
+    layers: Iterable[int] = range(model.layers, model.layers + modules_ahead(model))
     if isinstance(part.layer, int):
-        return flops + mixer_flops(model, part.layer, documents, seq_len)
-    # each multi-token module has a block and reuses the head's matrix
-    table = part.shared_table if model.tied else next(one for one in part.params if one.spec.role == "head")
-    used_again = modules_ahead(model) + model.tied
-    ahead = range(model.layers, model.layers + modules_ahead(model))
-    mixers = sum(mixer_flops(model, layer, documents, seq_len) for layer in ahead)
-    return flops + used_again * 2.0 * table.spec.numel + mixers
+        layers = (part.layer,)
+    return matrices + sum(mixer_flops(model, layer, documents, seq_len) for layer in layers)
+
+
+def matrix_flops(part: PartDescription, model: ModelConfig) -> Iterator[tuple[ShardedParameter, float]]:
+    """Yield (parameter, FLOPs per token of the products with it) for one part."""
+    for param in part.params:
+        yield param, flops_of_matrix(param.spec, model)
+    if part.layer == "head":
+        # each multi-token module has a block and reuses the head's matrix
+        table = part.shared_table if model.tied else next(x for x in part.params if x.spec.role == "head")
+        yield table, (modules_ahead(model) + model.tied) * 2.0 * table.spec.numel
 
 
 def flops_of_matrix(spec: ParameterSpec, model: ModelConfig) -> float:

@@ -15,7 +15,7 @@ q_rank it gathers x as well), and their gradients are partial over tp exactly wh
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from parallel.tensor.layers import ColumnLinear, RowLinear, partial_over_tp, rep
 from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import Group
+
+if TYPE_CHECKING:  # an optional part, imported only if the config enables it
+    from model.lora import ColumnAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +125,10 @@ class MultiLatentAttention(nn.Module):
         self.down = down_projection(cfg, layer)
         self.make_query_projection(cfg, mesh, layer)
         self.make_key_value_projection(cfg, mesh, layer)
+        # what model/lora.py adds to their results
+        self.down_adapter: "ColumnAdapter | None" = None
+        self.q_up_adapter: "ColumnAdapter | None" = None
+        self.kv_up_adapter: "ColumnAdapter | None" = None
         self.out = RowLinear(
             mesh,
             f"layers.{layer}.attn.o",
@@ -187,7 +194,7 @@ class MultiLatentAttention(nn.Module):
                 return self.out(out.flatten(2))
 
         # keys and values of each head
-        kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))
+        kv = adapted_linear(latent, self.kv_up, self.kv_up_adapter).unflatten(-1, (self.heads, -1))
         k, v = self.keys_and_values(kv, rope_key, angles, nope_dim=self.nope_dim, **rotation)
         out = self.core(q, k, v, context)
         return self.out(out.flatten(2))
@@ -199,7 +206,7 @@ class MultiLatentAttention(nn.Module):
         """
         # latents of this rank's tokens
         widths = [self.q_rank, self.kv_rank, self.rope_dim]
-        q_latent, latent, rope_key = linear(x, self.down).split(widths, -1)
+        q_latent, latent, rope_key = adapted_linear(x, self.down, self.down_adapter).split(widths, -1)
         latent = rms_norm(latent, self.kv_norm, self.norm_eps, self.compiled)
         latents = [latent, rope_key]
         if self.q_rank:
@@ -210,8 +217,9 @@ class MultiLatentAttention(nn.Module):
         entered = enter_region(torch.cat(latents, -1), self.tp, self.sp)
         widths = [self.kv_rank, self.rope_dim, self.q_rank]
         latent, rope_key, q_latent = entered.split(widths, -1)
-        q = linear(q_latent, self.q_up) if self.q_rank else self.q(x)
-        return q, latent, rope_key
+        if self.q_rank:
+            return adapted_linear(q_latent, self.q_up, self.q_up_adapter), latent, rope_key
+        return self.q(x), latent, rope_key
 
     def absorbed_attention(self, q: Tensor, latent: Tensor, rope_key: Tensor,
                            context: ForwardContext) -> Tensor:
@@ -220,7 +228,8 @@ class MultiLatentAttention(nn.Module):
 
         q [b, 1, h/tp, nope + rope], latent [b, s, kv_rank], rope_key [b, s, rope] -> [b, 1, h/tp, v].
         """
-        kv_up = self.kv_up.unflatten(0, (self.heads, -1))  # [h, nope + v, kv_rank]
+        kv_up = self.kv_up if self.kv_up_adapter is None else self.kv_up + self.kv_up_adapter.delta()
+        kv_up = kv_up.unflatten(0, (self.heads, -1))  # [h, nope + v, kv_rank]
         k_up, v_up = kv_up.split((self.nope_dim, self.value_dim), 1)
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)
         q_latent = torch.einsum("bshn,hnr->bshr", q_nope, k_up)
@@ -233,6 +242,12 @@ class MultiLatentAttention(nn.Module):
         k, v = k[:, :, None], latent[:, :, None]  # one key head
         out = attention(q, k, v, context.masks[self.core.view], self.core.kernel)  # [b, 1, h, kv_rank]
         return torch.einsum("bshr,hvr->bshv", out, v_up)
+
+
+def adapted_linear(x: Tensor, weight: Tensor, adapter: "ColumnAdapter | None") -> Tensor:
+    """Return linear(x, weight), and what an adapter adds."""
+    y = linear(x, weight)
+    return y if adapter is None else y + adapter(x)
 
 
 def score_scale(model: ModelConfig) -> float:

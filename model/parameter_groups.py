@@ -6,12 +6,12 @@ from config.parameter_groups import ParameterGroup, find_group, parse_groups
 from config.rule import Rule
 from config.strict import ConfigError
 from model.describe import all_parameters
-from parallel.sharding.spec import ROLES
+from parallel.sharding.spec import ADAPTER_ROLES, ROLES
 
 
 def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check optim.groups against the names of the whole model: each group has parameters, those that are
-    stored together have one group, and only what decays has a weight decay."""
+    stored together have one group, only what decays has a weight decay, and something trains."""
     try:
         groups = parse_groups(cfg.optim.groups)
     except ConfigError as error:
@@ -22,6 +22,7 @@ def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
     decays = dict.fromkeys(groups, False)  # {group that has a parameter: whether any of them decays}
     found: set[ParameterGroup] = set()
+    trains = False
     for spec, keys in all_parameters(cfg.model):
         of_keys = [find_group(groups, spec.role, key) for key in keys]
         apart = next((place for place, group in enumerate(of_keys) if group != of_keys[0]), None)
@@ -30,9 +31,12 @@ def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
                 False,
                 f"optim.groups: {keys[0]} and {keys[apart]} are updated together, and not in the same group; "
                 "write a pattern that has both, such as layers.*.attn.*")
+        is_free = cfg.model.lora is None or spec.role in ADAPTER_ROLES
+        trains |= is_free if of_keys[0] is None else of_keys[0].lr_factor > 0
         if of_keys[0] is not None:
             found.add(of_keys[0])
             decays[of_keys[0]] |= spec.has_decay
+    yield Rule(trains, "optim.groups: every parameter has lr_factor 0, and nothing trains; leave some out")
     for group in groups:
         known = f"a role ({', '.join(ROLES)}) or a pattern of names such as layers.*.attn.*"
         yield Rule(
@@ -42,3 +46,7 @@ def group_rules(cfg: Config, world: int) -> Iterator[Rule]:
             group.weight_decay is None or decays[group],
             f"optim.groups: {group.names}: weight_decay {group.weight_decay}, and none of these parameters "
             "decays (norms and biases have no weight decay); leave it out")
+        yield Rule(
+            group.weight_decay is None or group.lr_factor > 0,
+            f"optim.groups: {group.names}: weight_decay {group.weight_decay}, and lr_factor 0 freezes these "
+            "parameters; leave weight_decay out")

@@ -10,13 +10,14 @@ from config.parameter_groups import find_group, parse_groups
 from model.precision import accumulation_bytes
 from parallel.sharding.packing import ALIGNMENT
 from parallel.sharding.slots import ShardingConfig
-from parallel.sharding.spec import sharded_parameters
+from parallel.sharding.spec import ADAPTER_ROLES, sharded_parameters
 from parallel.topology.dims import ParallelDims
 from parallel.wire.compress import CODECS
 
 
 def set_rates(cfg: Config, module: nn.Module) -> None:
-    """Set initial values and learning rates for muP, and the rates of optim.groups. Leaves parameter data,
+    """Set initial values and learning rates for muP, and the rates of optim.groups; parameters with a rate of
+    0 are frozen, and with model.lora all that are neither adapters nor in a group. Leaves parameter data,
     which modules may share, untouched."""
     width_ratio = mup_width_ratio(cfg.model)
     power = OPTIMIZERS[cfg.optim.name].mup_power
@@ -26,7 +27,10 @@ def set_rates(cfg: Config, module: nn.Module) -> None:
         group = find_group(groups, spec.role, spec.boxes[0].key)
         if group is not None:
             spec = replace(spec, group_lr_factor=group.lr_factor, group_weight_decay=group.weight_decay)
+        elif cfg.model.lora is not None and spec.role not in ADAPTER_ROLES:
+            spec = replace(spec, group_lr_factor=0.0)
         param.spec = spec
+        param.requires_grad_(not spec.is_frozen)
 
 
 def parallel_dims(cfg: Config, world_size: int) -> ParallelDims:

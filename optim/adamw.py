@@ -26,7 +26,7 @@ class AdamW(Optimizer):
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
-        self.element_indices = [tensor_indices(bucket) for bucket in buckets]
+        self.element_indices = [tensor_indices(bucket) for bucket in self.buckets]
         self.copy_stream: CopyStream | None = None  # set if masters and moments are in host memory
         if buckets and buckets[0].sharding.offload_master:
             self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)

@@ -42,16 +42,20 @@ class Optimizer:
 
     MOMENTS names the moments: each is one flat tensor per bucket, in the dtype of the master weights, stored
     in checkpoints as KEY@NAME. The constructor may be collective (muon.py, lamb.py).
+
+    buckets: those of this rank that train, maybe none. empty [0]: on the device of the gradients, in their
+    dtype.
     """
     MOMENTS: tuple[str, ...] = ()
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         self.cfg = cfg
-        self.buckets = buckets
+        self.buckets = [bucket for bucket in buckets if bucket.trains]
+        self.empty = buckets[0].grads.local.new_empty(0) if buckets else torch.empty(0)
         self.mesh = mesh
         self.moments: dict[str, list[Tensor]] = {}
         for name in self.MOMENTS:
-            self.moments[name] = [zeros_like_master(bucket) for bucket in buckets]
+            self.moments[name] = [zeros_like_master(bucket) for bucket in self.buckets]
 
     def state(self) -> Moments:
         """Return the state that a checkpoint stores in addition to the master weights."""

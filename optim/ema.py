@@ -30,14 +30,15 @@ from parallel.topology.mesh import Mesh
 class WeightEMA(StepExtra):
     """Moving average of the master weights, updated after each step.
 
+    buckets: those that train; frozen weights are their own average.
     averages: one flat [owned elements] tensor per bucket, in fp32 (fp64 in an fp64 run), next to its master.
     """
 
     def __init__(self, decay: float, buckets: list[Bucket], mesh: Mesh) -> None:
         self.decay = decay
-        self.buckets = buckets
+        self.buckets = [bucket for bucket in buckets if bucket.trains]
         self.averages: list[Tensor] = []
-        for bucket in buckets:
+        for bucket in self.buckets:
             master = bucket.weights.master
             dtype = accumulation_dtype(bucket.dtype)
             self.averages.append(torch.empty_like(master, dtype=dtype, pin_memory=master.is_pinned()))

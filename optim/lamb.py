@@ -26,7 +26,7 @@ class TrustRatioOptimizer(Optimizer):
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
         local_keys: set[str] = set()
-        for bucket in buckets:
+        for bucket in self.buckets:
             for slot in bucket.slots:
                 spec = slot.param.spec
                 if spec.has_decay:
@@ -42,7 +42,7 @@ class TrustRatioOptimizer(Optimizer):
     def trust_ratios(self, step: int, grad_scale: Tensor) -> Tensor:
         """Return |weight| / |direction| of each tensor, [tensors]; 1 where either norm is zero."""
         num_tensors = len(self.tensor_index)
-        squares = self.buckets[0].weights.master.new_zeros(num_tensors, 2)
+        squares = self.empty.new_zeros(num_tensors, 2)
         for index, bucket in enumerate(self.buckets):
             direction = self.direction(index, step, grad_scale)
             self.add_squares(squares[:, 0], bucket, bucket.weights.master)

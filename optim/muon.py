@@ -44,12 +44,12 @@ class Muon(Optimizer):
         super().__init__(cfg, buckets, mesh)
 
         # optimizer state: AdamW's, and the momentum of the hidden matrices
-        others = [bucket for bucket in buckets if not bucket.is_hidden]
+        others = [bucket for bucket in self.buckets if not bucket.is_hidden]
         self.adamw = AdamW(cfg, others, mesh)
-        self.hidden_buckets = [index for index, bucket in enumerate(buckets) if bucket.is_hidden]
+        self.hidden_buckets = [index for index, bucket in enumerate(self.buckets) if bucket.is_hidden]
         self.momentum: dict[int, Tensor] = {}
         for index in self.hidden_buckets:
-            self.momentum[index] = zeros_like_master(buckets[index])
+            self.momentum[index] = zeros_like_master(self.buckets[index])
 
         # assign matrices to ranks
         self.group = mesh.pipeline_stage
@@ -125,9 +125,8 @@ class Muon(Optimizer):
         `views` lists (box, its values) for all parts of the stage's hidden matrices on this rank. is_good:
         whether the step counts (scalar bool); unused here, but NorMuon keeps its second moments otherwise.
         """
-        like = self.buckets[0].weights.master
-        matrices = gather_matrices(views, self.plan, self.group, like)
+        matrices = gather_matrices(views, self.plan, self.group, self.empty)
         for matrix in matrices.values():
             scale = SCALE * max(matrix.shape)**0.5
             matrix.copy_(orthogonalize(matrix, self.cfg.orthogonalize) * scale)
-        return_matrices(matrices, views, self.plan, group=self.group, like=like)
+        return_matrices(matrices, views, self.plan, group=self.group, like=self.empty)

@@ -38,7 +38,7 @@ class NorMuon(Muon):
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
-        self.second_moment = {index: zeros_like_master(buckets[index]) for index in self.hidden_buckets}
+        self.second_moment = {index: zeros_like_master(self.buckets[index]) for index in self.hidden_buckets}
         self.row_plan = plan_row_exchange(self.plan)
 
     def state(self) -> Moments:
@@ -60,11 +60,10 @@ class NorMuon(Muon):
 
         views, is_good: as in Muon.orthogonalize. A skipped step leaves the second moments as they were.
         """
-        like = self.buckets[0].weights.master
         moments = self.hidden_views(self.second_moment)
         rows = [(row_box(box), values[:, :1]) for box, values in moments]
-        matrices = gather_matrices(views, self.plan, self.group, like)
-        second_moments = gather_matrices(rows, self.row_plan, self.group, like)
+        matrices = gather_matrices(views, self.plan, self.group, self.empty)
+        second_moments = gather_matrices(rows, self.row_plan, self.group, self.empty)
 
         for key, matrix in matrices.items():  # [m, n]
             second = second_moments[key]  # [m, 1]
@@ -76,7 +75,7 @@ class NorMuon(Muon):
             matrix.copy_(normalized * (SCALE * matrix.numel()**0.5 / norm))
             second.copy_(torch.where(is_good, new_second, second))
 
-        return_matrices(matrices, views, self.plan, group=self.group, like=like)
-        return_matrices(second_moments, rows, self.row_plan, group=self.group, like=like)
+        return_matrices(matrices, views, self.plan, group=self.group, like=self.empty)
+        return_matrices(second_moments, rows, self.row_plan, group=self.group, like=self.empty)
         for _, values in moments:  # rows wrote the first column
             values[:, 1:] = values[:, :1]

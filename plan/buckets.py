@@ -24,6 +24,10 @@ class PlannedBucket:
     num_users: int = 1
 
     @property
+    def trains(self) -> bool:
+        return not self.specs[0].is_frozen
+
+    @property
     def is_expert(self) -> bool:
         return self.specs[0].is_expert
 
@@ -51,6 +55,8 @@ class PlannedBucket:
 
     def partial_elements(self, axis: str) -> int:
         """Owned elements whose gradient is partial over the axis."""
+        if not self.trains:
+            return 0
         elements = 0
         for spec, offset in zip(self.specs, self.offsets):
             if axis in spec.partial_over:
@@ -103,12 +109,18 @@ def buckets(job: Job) -> dict[int, BucketsOfParts]:
 
 
 def unique_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:
-    """Return every bucket of the rank, in build.py's order: a shared table once, a block's for each block."""
+    """Return every bucket of the rank, in build.py's order: a shared table once, a block's for each block,
+    and frozen ones last."""
     results: list[PlannedBucket] = []
     for parts in planned.values():
         for part in parts:
             results += [bucket for bucket in part if bucket.num_users == 1 or bucket not in results]
-    return results
+    return sorted(results, key=lambda bucket: not bucket.trains)
+
+
+def trained_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:
+    """Return the buckets of the rank that are not frozen."""
+    return [bucket for bucket in unique_buckets(planned) if bucket.trains]
 
 
 def sharers(job: Job, expert: bool) -> Sharers:

@@ -44,7 +44,7 @@ from model.shared_keys import widths_between_stages
 from parallel.pipeline.schedule import Op, StagePlacement
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire.compress import CODECS, SCALE_BYTES
-from plan.buckets import BucketsOfParts, PlannedBucket, buckets, unique_buckets
+from plan.buckets import BucketsOfParts, PlannedBucket, buckets, trained_buckets
 from plan.job import Job, has_row_bound
 from plan.parts import records_of_stage
 
@@ -111,7 +111,7 @@ def step_bytes(job: Job) -> Ledger:
         if job.cfg.parallel.zero:
             add_sharding(ledger, parts, stage, kinds)
 
-    every = unique_buckets(planned)
+    every = trained_buckets(planned)
     for bucket, repeats in Counter(every).items():
         add_end_of_step(ledger, bucket, repeats)
     add_partial_grads(ledger, every)
@@ -216,14 +216,16 @@ def add_sharding(ledger: StepLedger, parts: BucketsOfParts, stage: int, kinds: l
 
     for index, part in enumerate(parts):
         is_lookup = index == 0 and first == 0
-        gathers = count_gathers(kinds, is_lookup=is_lookup, is_head=index == head,
+        has_backward = job.parts[stage][index].has_backward and not is_lookup
+        gathers = count_gathers(kinds, has_backward=has_backward, is_head=index == head,
                                 is_last_block=index == last_block)
         for bucket in part:
             is_shared = bucket.num_users > 1  # a table, gathered at its first part: once per step
             if is_shared and not is_lookup:
                 continue
             once = zero == 1 or is_shared
-            add_reduce_scatter(ledger, bucket, calls=1 if once else backwards)
+            if bucket.trains:
+                add_reduce_scatter(ledger, bucket, calls=1 if once else backwards)
             if zero == 3:
                 group = shard_group(bucket)
                 ledger.add(group, "all_gather", ledger.weight_bytes(bucket), 1 if is_shared else gathers)
@@ -246,19 +248,19 @@ def add_reduce_scatter(ledger: StepLedger, bucket: PlannedBucket, calls: int) ->
         ledger.add(group, "reduce_scatter", nbytes, calls)
 
 
-def count_gathers(kinds: list[str], *, is_lookup: bool, is_head: bool, is_last_block: bool) -> int:
+def count_gathers(kinds: list[str], *, has_backward: bool, is_head: bool, is_last_block: bool) -> int:
     """Return how often ZeRO-3 gathers a part's weights in a step (parallel/sharding/zero.py).
 
     After a forward, the head's weights stay full, and the last block's if its backward follows; after an I
-    any part's do. The backward of a lookup reads none.
+    any part's do. The backward of a lookup reads none, and parts below all that trains have none.
     """
     count = 0
     is_full = False
     for kind, next_kind in zip(kinds, [*kinds[1:], ""]):
-        needs_weights = kind == "F" or (kind in ("B", "I") and not is_lookup)
+        needs_weights = kind == "F" or (kind in ("B", "I") and has_backward)
         if needs_weights:
             count += not is_full
-            backward_follows = is_last_block and next_kind in ("B", "I")
+            backward_follows = is_last_block and has_backward and next_kind in ("B", "I")
             is_full = kind == "I" or (kind == "F" and (is_head or backward_follows))
         elif kind == "W":
             is_full = False

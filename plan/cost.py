@@ -26,7 +26,7 @@ from model.precision import accumulation_bytes, compute_bytes
 from model.router import mixture
 from parallel.pipeline.schedule import make_schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
-from plan.buckets import PlannedBucket, buckets, unique_buckets
+from plan.buckets import PlannedBucket, buckets, trained_buckets, unique_buckets
 from plan.bytes import boundary_bytes, group_size, step_bytes
 from plan.job import Job
 from plan.parts import records_of_part, records_of_stage
@@ -469,18 +469,18 @@ def busiest_rank(
     place = computes.index(max(computes))
 
     here = job.at_place(place)
-    own_buckets = unique_buckets(buckets(here))
+    own_buckets = buckets(here)
     traffic = step_traffic(here, links, microbatches / schedule.microbatches)
     data_wait = exposed_data_seconds(
         traffic,
         zero=job.cfg.parallel.zero,
         microbatches=microbatches,
-        num_buckets=len(own_buckets),
+        num_buckets=len(unique_buckets(own_buckets)),
         compute=seconds.of_stages(stages_of_places[place]),
         hidden=efficiency.hidden,
     )
     stream = links.cluster.hbm * efficiency.stream / slowdown[place]
-    update = update_seconds(job.cfg, own_buckets, stream, efficiency.host)
+    update = update_seconds(job.cfg, trained_buckets(own_buckets), stream, efficiency.host)
     return BusiestRank(
         stages=stages_of_places[place],
         seconds=microbatches * computes[place],

@@ -7,7 +7,7 @@ from functools import lru_cache
 from config import Config, ModelConfig
 from config.terminal import table_lines
 from model.describe import describe_model
-from model.flops import flops_of_parts
+from model.flops import training_flops
 from model.router import mixture
 from parallel.sharding.spec import ParameterSpec, ShardedParameter
 
@@ -43,9 +43,17 @@ def parameters(model: ModelConfig) -> Mapping[str, int]:
     }
 
 
-def count_elements(model: ModelConfig, is_counted: Condition = always) -> int:
+@lru_cache(maxsize=1024)
+def trained_parameters(model: ModelConfig, groups: str | None) -> int:
+    """Return how many parameters train under these optim.groups, multi-token prediction included."""
+    return count_elements(model, lambda spec: not spec.is_frozen, groups)
+
+
+def count_elements(
+    model: ModelConfig, is_counted: Condition = always, groups: str | None = None
+) -> int:
     """Count the elements of the selected parameters, all by default."""
-    parts = describe_model(model).parts
+    parts = describe_model(model, groups).parts
     shared_table = parts[0].shared_table
     elements = 0
     for part, repeats in Counter(parts).items():
@@ -59,16 +67,18 @@ def total_size(params: Iterable[ShardedParameter], is_counted: Condition) -> int
 
 
 @lru_cache(maxsize=1024)
-def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...] = ()) -> float:
-    """Return the model FLOPs per token of forward and backward: three times those of the forward.
+def flops_per_token(
+    model: ModelConfig, seq_len: int, documents: tuple[int, ...] = (), groups: str | None = None
+) -> float:
+    """Return the model FLOPs per token of forward and backward: three times those of the forward, unless
+    parameters are frozen (groups: optim.groups).
 
     Softmax attention counts the keys visible to a causal query, MoE the experts used by a token. Multi-token
     prediction counts; recompute and vocabulary padding do not. `documents` are the lengths of the ranges that
     attend to each other (data.doc_mask), by default full sequences.
     """
     counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
-    forward = sum(flops_of_parts(counted, documents or (seq_len,), seq_len))
-    return 3.0 * forward
+    return training_flops(counted, documents or (seq_len,), seq_len, groups)
 
 
 # ---- train.py --list ---------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def choose_gpus(
         return priced[gpus]
 
     # numbers that even the peak rate rules out
-    flops = question.tokens * flops_per_token(cfg.model, cfg.train.seq_len)
+    flops = question.tokens * flops_per_token(cfg.model, cfg.train.seq_len, groups=cfg.optim.groups)
     at_peak = least_gpu_hours(flops, hardware.flops[cfg.train.dtype])
     possible = [number for number in numbers if at_peak <= question.gpu_hours(number)]
 

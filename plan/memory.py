@@ -12,7 +12,8 @@ the compute dtype and the accumulation dtype.
 Compressed weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype. With optim.states
 bf16, masters and moments have 2 bytes per element instead of g, and bf16 weights are their own masters.
 PowerSGD keeps its errors, P g, in addition to the gradients; train.ema keeps an average with g bytes per
-element for each master. config/optimizers.py says how many moments an optimizer has.
+element for each master. config/optimizers.py says how many moments an optimizer has. Frozen parameters
+(optim.groups) have weights alone.
 
 What a microbatch holds in each part of a stage is recorded (plan/parts.py). tests/plan/test_memory.py
 compares the state with a real rank, and the activations with the record of a whole step.
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from config import OPTIMIZERS
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
-from plan.buckets import PlannedBucket, buckets, unique_buckets
+from plan.buckets import PlannedBucket, buckets, trained_buckets, unique_buckets
 from plan.bytes import boundary_bytes, shared_key_bytes
 from plan.job import Job, has_row_bound
 from plan.parts import records_of_stage
@@ -41,21 +42,20 @@ def state_bytes(job: Job) -> dict[str, int]:
     parallel = job.cfg.parallel
     weight_bytes = compute_bytes(job.cfg.train.dtype)
     grad_bytes = accumulation_bytes(job.cfg.train.dtype)
-    every = unique_buckets(buckets(job))
-    full = sum(bucket.size for bucket in every)
-    owned = sum(bucket.shard_size for bucket in every)
+    planned = buckets(job)
+    every = trained_buckets(planned)
+    of_weights = [b.shard_size if parallel.zero == 3 else b.size for b in unique_buckets(planned)]
+    of_grads = [b.size if parallel.zero < 2 else b.shard_size for b in every]
 
     on_device = 0 if parallel.offload in ("optimizer", "both") else master_bytes(job)
     with_master = [bucket for bucket in every if has_separate_master(job, bucket)]
     masters = sum(bucket.shard_size for bucket in with_master)
     errors = powersgd_errors(job, every)
 
-    weights = owned if parallel.zero == 3 else full
-    grads = full if parallel.zero < 2 else owned
     return {
-        "weights": weight_bytes * weights,
+        "weights": weight_bytes * sum(of_weights),
         "masters": on_device * masters,
-        "gradients": grad_bytes * (grads + errors),
+        "gradients": grad_bytes * (sum(of_grads) + errors),
         "optimizer": on_device * moment_elements(job, every) + (ema_bytes(job, every) if on_device else 0),
     }
 
@@ -64,12 +64,20 @@ def host_bytes(job: Job) -> int:
     """Return the bytes of masters, moments and their average in host memory (parallel.offload)."""
     if job.cfg.parallel.offload not in ("optimizer", "both"):
         return 0
-    return kept_bytes(job)
+    return trained_bytes(job, trained_buckets(buckets(job)))
 
 
 def kept_bytes(job: Job) -> int:
-    """Return the bytes of masters, moments and their average, wherever stored: a checkpoint's content."""
+    """Return the bytes of a checkpoint's content: masters, moments and their average, wherever stored, and
+    frozen weights."""
     every = unique_buckets(buckets(job))
+    frozen = sum(bucket.shard_size for bucket in every if not bucket.trains)
+    trained = [bucket for bucket in every if bucket.trains]
+    return trained_bytes(job, trained) + compute_bytes(job.cfg.train.dtype) * frozen
+
+
+def trained_bytes(job: Job, every: list[PlannedBucket]) -> int:
+    """Return the bytes of masters, moments and their average of these buckets."""
     owned = sum(bucket.shard_size for bucket in every)
     return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job, every)
 
@@ -121,16 +129,15 @@ def passing_bytes(job: Job) -> int:
     """Return the peak of temporary memory in a step: full gradients (ZeRO-2, 3), full weights (ZeRO-3), 8-bit
     weights (fp8) and the starting state of a rerun."""
     zero, dtype = job.cfg.parallel.zero, job.cfg.train.dtype
-    of_element = 0
-    if zero >= 2:
-        of_element += accumulation_bytes(dtype)
-    if zero == 3:
-        of_element += compute_bytes(dtype)
+    of_weight = compute_bytes(dtype) if zero == 3 else 0
+    of_grad = accumulation_bytes(dtype) if zero >= 2 else 0
     most = 0
     for parts in buckets(job).values():
-        sizes = [sum(bucket.size for bucket in part) for part in parts]
+        sizes: list[int] = []
+        for part in parts:
+            sizes.append(sum(bucket.size * (of_weight + of_grad * bucket.trains) for bucket in part))
         most = max(most, round(max_consecutive_sum(sizes, FULL_PARTS)))
-    return of_element * most + quantized_weight_bytes(job) + rerun_bytes(job)
+    return most + quantized_weight_bytes(job) + rerun_bytes(job)
 
 
 def rerun_bytes(job: Job) -> int:
@@ -140,7 +147,7 @@ def rerun_bytes(job: Job) -> int:
     copies = (train.rerun_every is not None or train.rerun_suspects) + has_row_bound(job)
     if not copies:
         return 0
-    return copies * accumulation_bytes(train.dtype) * powersgd_errors(job, unique_buckets(buckets(job)))
+    return copies * accumulation_bytes(train.dtype) * powersgd_errors(job, trained_buckets(buckets(job)))
 
 
 def quantized_weight_bytes(job: Job) -> int:

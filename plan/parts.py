@@ -29,7 +29,8 @@ def records_of_part(
     if part.layer == "head":
         first = cfg.model.layers
         layers += [first_layer_like(cfg, layer) for layer in range(first, first + modules_ahead(cfg.model))]
-    return tuple(get_part_record(PartForm(cfg, layer, chip, is_split)) for layer in (*layers, part.layer))
+    return tuple(get_part_record(PartForm(cfg, layer, chip, is_split, part.has_input_grad))
+                 for layer in (*layers, part.layer))
 
 
 def records_of_stage(job: Job, number: int) -> list[PartRecord]:

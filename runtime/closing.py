@@ -133,7 +133,7 @@ def flops_so_far(run: TrainingRun, steps: int) -> float:
             continue
         tokens = phase.tokens_seen(last) - phase.tokens_before
         is_present = phase == run.phase
-        of_token = flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
+        of_token = flops_per_token(phase.cfg.model, phase.cfg.train.seq_len, groups=phase.cfg.optim.groups)
         total += tokens * (trained_flops_per_token(run) if is_present else of_token)
     return total
 
@@ -141,4 +141,4 @@ def flops_so_far(run: TrainingRun, steps: int) -> float:
 def trained_flops_per_token(run: TrainingRun) -> float:
     """Return model FLOPs per token, forward and backward. Attention within documents costs less."""
     lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
-    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)
+    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths, run.cfg.optim.groups)

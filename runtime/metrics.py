@@ -30,11 +30,13 @@ from torch import Tensor
 
 from config import Config, ModelConfig, Tree
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
+from config.parameter_groups import freezes
 from config.reading import Phase, get_phases
 from config.reading.phases import change_lines
 from config.tree import plain_data
 from config.version import VERSION
 from model.router import mixture
+from plan.count import trained_parameters
 from parallel.wire import clock
 from runtime.console import (
     Console,
@@ -500,7 +502,7 @@ class MetricsLogger:
         """
         console = self.console
         console.write_wrapped(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
-        console.label("model", model_text(self.cfg.model, parameters))
+        console.label("model", model_text(self.phase.cfg, parameters))
         console.label("layout", layout_text(self.phase.cfg, self.env.world))
         batch = batch_text(self.phase.cfg, self.env.world)
         console.label("batch", f"{batch}{'':10}{self.length_text(parameters[0])}")
@@ -801,8 +803,9 @@ def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
 
 # ---- the lines of the header -------------------------------------------------------------------------------
 
-def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
+def model_text(cfg: Config, parameters: tuple[int, int]) -> str:
     """Describe the model. parameters: (total, without embeddings)."""
+    model = cfg.model
     total, without_embeddings = parameters
     all_heads, *shared = model.mixer.heads_over_tp().values() or (0,)
     heads = f"{all_heads} heads"
@@ -821,6 +824,8 @@ def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
     if experts:
         parts.append(f"{experts.experts} experts, {experts.top_k} a token")
     parts.append(f"vocab {model.vocab or 0:,}")
+    if freezes(cfg):
+        parts.append(f"{parameter_count(trained_parameters(model, cfg.optim.groups))} params train")
     return " · ".join(parts)
 
 

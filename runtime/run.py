@@ -32,7 +32,7 @@ class TrainingRun(ShardedModel):
     phase: Phase
     steps: int  # total steps of the run
     loader: BatchLoader | None  # the train split, or None if the caller supplies the microbatches
-    buckets: list[Bucket]  # parameters, gradients and masters on this rank
+    buckets: list[Bucket]  # parameters, gradients and masters on this rank; frozen ones come last
     optim: Optimizer
     learning_rate: Callable[[int], float]  # of a step (from 1), before per-parameter factors
     schedules: dict[int, list[Op]]  # {microbatches per step: this rank's ops}

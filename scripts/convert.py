@@ -2,6 +2,7 @@
 
     python -m scripts.convert from-hf DIR RUN                      a folder of save_pretrained -> a run folder
     python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
+    python -m scripts.convert to-hf RUN DIR --adapter              its adapters (model.lora) -> one for PEFT
     torchrun --nproc-per-node 8 -m scripts.convert to-hf RUN DIR   the same, a tensor at a time in memory
 
 Models: those of checkpoint/hf/families/table.py, listed in docs/families.md.
@@ -36,7 +37,7 @@ import shlex
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -333,15 +334,20 @@ def to_hf(
     weights: str = state.TRAINED,
     eod: str | None = None,
     shard_bytes: int = hf.SHARD_BYTES,
+    adapter: bool = False,
 ) -> dict:
     """Write the Hugging Face folder from a run or checkpoint folder and return the report.
 
     `dtype` is that of the weights on disk. `spec` is the tokenizer, by default that of the run, if it has
     one. `weights` is one of state.WEIGHTS. `eod` is as in from_hf. `shard_bytes` limits the tensors of a
-    file. Raises ConfigError; IntegrityError; LogitsMismatch; StorageError.
+    file. `adapter` writes a folder of PEFT with the adapters alone.
+    Raises ConfigError; IntegrityError; LogitsMismatch; StorageError.
     """
     notes: list[str] = []
     index = state.find_index(run, notes)
+    if adapter:
+        return to_peft(index, folder, dtype, weights=weights, notes=notes)
+    index, merge = merged(index, weights)
     cfg = state.build_config(index.meta)
     model = cfg.model
     family = hf_config.family_of(model)
@@ -350,7 +356,14 @@ def to_hf(
 
     with new_folder(folder) as temp:
         ours, num_tensors = export_weights(
-            index, cfg, family, target=temp, dtype=DTYPES[dtype], weights=weights, shard_bytes=shard_bytes
+            index,
+            cfg,
+            family,
+            target=temp,
+            dtype=DTYPES[dtype],
+            weights=weights,
+            shard_bytes=shard_bytes,
+            merge=merge,
         )
         notes += write_small_files(temp, index, tok, source=source, dtype=DTYPES[dtype], weights=weights)
         match = compare(ours, their_logits(temp, model), model, "from transformers")
@@ -381,6 +394,7 @@ def to_hf_on_ranks(
     notes: list[str] = []
 
     def export(index: store.StoredIndex) -> dict:
+        index, merge = merged(index, weights)
         cfg = state.build_config(index.meta)
         family = hf_config.family_of(cfg.model)
         pieces, tensors = tensors_to_write(index, cfg, family)
@@ -415,6 +429,7 @@ def to_hf_on_ranks(
                         weights=weights,
                         dtype=DTYPES[dtype],
                         sharers=sharers,
+                        merge=merge,
                     ),
                     everyone,
                     timeout_s,
@@ -437,6 +452,35 @@ def to_hf_on_ranks(
         )
 
     return state.load_found(run, notes, export, everyone, timeout_s)
+
+
+Merge = Callable[[list[hf.Piece]], object]  # adds adapters to weights that were just loaded
+
+
+def merged(index: store.StoredIndex, weights: str) -> tuple[store.StoredIndex, Merge]:
+    """Return the index as that of a model without adapters, and what merges them into its weights."""
+    lora = state.build_config(index.meta).model.lora
+    if lora is None:
+        return index, lambda pieces: None
+    from checkpoint.hf.lora import merger, without_adapters
+
+    return without_adapters(index), merger(index, lora, weights)
+
+
+def to_peft(index: store.StoredIndex, folder: Path, dtype: str, *, weights: str, notes: list[str]) -> dict:
+    """Write the adapters of a checkpoint as a folder of PEFT, and return the report."""
+    model = state.build_config(index.meta).model
+    if model.lora is None:
+        raise ConfigError(f"--adapter: {index.path} has no adapters (model.lora); leave it out")
+    from checkpoint.hf.lora import write_peft_folder
+
+    family = hf_config.family_of(replace(model, lora=None))
+    with new_folder(folder) as temp:
+        count = write_peft_folder(temp, index, family, dtype=DTYPES[dtype], weights=weights)
+    base = state.build_config(index.meta).checkpoint.init_from or "BASE"
+    report = export_report(merged(index, weights)[0], folder, num_tensors=count, logits=None, notes=notes)
+    whole = f'AutoModelForCausalLM.from_pretrained("{base}")'
+    return {**report, "next": f'PeftModel.from_pretrained({whole}, "{folder}")'}
 
 
 def tensors_to_write(
@@ -541,6 +585,7 @@ def export_weights(
     dtype: torch.dtype,
     weights: str,
     shard_bytes: int,
+    merge: Merge,
 ) -> tuple[list[Tensor], int]:
     """Write the weights of a checkpoint into `target`, in `dtype`. For weights and shard_bytes see to_hf.
 
@@ -558,11 +603,13 @@ def export_weights(
         pieces=pieces,
         weights=weights,
         dtype=dtype,
+        merge=merge,
     )
     hf.write_index(target, files, sum(tensor.num_bytes(dtype) for tensor in tensors))
 
     def fill(boxes: list[hf.Piece]) -> None:
         load_part(index, state.stored_as(index, boxes, weights))
+        merge(boxes)
         hf.fold_mup(cfg.model, boxes)
         # compare the written values, not those before rounding
         for tensor in hf.hf_tensors(family, cfg.model, boxes):
@@ -933,6 +980,9 @@ def arguments() -> argparse.ArgumentParser:
 
     exporter.add_argument("--shard-size", type=shard_size, default=hf.SHARD_BYTES, metavar="SIZE",
                           help="largest size of a file of weights, such as 5GB or 200MB (default 5GB)")
+    exporter.add_argument("--adapter", action="store_true",
+                          help="a folder of PEFT with the adapters alone (model.lora); default: they are "
+                               "merged into the weights")
 
     for command in (importer, exporter):
         command.add_argument("--tokenizer", metavar="SPEC",
@@ -985,7 +1035,9 @@ def export_run(args: argparse.Namespace, world: World) -> dict:
         "shard_bytes": args.shard_size,
     }
     if world.size == 1:
-        return to_hf(args.run, args.folder, args.dtype, **options)
+        return to_hf(args.run, args.folder, args.dtype, **options, adapter=args.adapter)
+    if args.adapter:
+        raise ConfigError("--adapter: one process writes the adapters; start it without torchrun")
     with interrupted_by_sigterm():
         return to_hf_on_ranks(args.run, args.folder, args.dtype, **options, world=world)
 

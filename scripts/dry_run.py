@@ -325,7 +325,7 @@ def modelled_step(
     tokens = cfg.train.global_batch * cfg.train.seq_len
     dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
     peak = where.flops.get(dtype, math.nan) * dims.world
-    mfu = flops_per_token(cfg.model, cfg.train.seq_len) * tokens / line.step / peak
+    mfu = flops_per_token(cfg.model, cfg.train.seq_len, groups=cfg.optim.groups) * tokens / line.step / peak
     factors = ratios(sheet)
     scaled = f", by the data sheet of this GPU ({factors})" if factors else ""
     share = Efficiency()

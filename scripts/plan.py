@@ -560,7 +560,7 @@ def report(layout: PricedLayout, world: int, hardware: Cluster) -> dict:
     forecast, train = layout.forecast, layout.cfg.train
     step = forecast.step
     tokens = train.global_batch * train.seq_len
-    flops = tokens * flops_per_token(layout.cfg.model, train.seq_len)
+    flops = tokens * flops_per_token(layout.cfg.model, train.seq_len, groups=layout.cfg.optim.groups)
     peak_flops = hardware.flops["bf16" if train.dtype == "fp8" else train.dtype]
     return {
         "gpus": world,

@@ -129,7 +129,8 @@ def look(model: dict) -> Seen:
         loss = train.forward_backward(run, own, run.scaler.scale / tokens) / run.scaler.scale
     assert int(tokens) == 64
     run.routers.update_after_step(torch.tensor(True), run.scaler.scale)
-    gradients = {box.key: x.clone() for b in run.buckets for box, x in get_boxes(b, b.grads.local)}
+    trained = [b for b in run.buckets if b.trains]
+    gradients = {box.key: x.clone() for b in trained for box, x in get_boxes(b, b.grads.local)}
     return Seen(
         {k: tuple(x.shape) for k, x in start.items()}, start, rates, logits, names, loss, gradients,
         run.routers.stats, rows, {box.key: x.clone() for box, x in run.routers.boxes()},
@@ -574,6 +575,17 @@ CASES = [
     Case("mixer.sinks", True, NEW, sinks_learn),
     Case("dropout", 0.2, TRAINED),
     Case("init_std", 0.05, {"start"}, std_times(2.5)),
+    Case("lora", {"rank": 2}, {"shapes", "logits", "loss"}, added("attn.q.lora_", "attn.v.lora_")),
+    Case(
+        "lora.rank",
+        4,
+        {"shapes", "logits", "loss"},
+        lambda _, after: after.shapes["layers.1.attn.q.lora_a.weight"] == (4, 32),
+        {"lora.rank": 2},
+    ),
+    Case("lora.alpha", 5.0, VALUES, base={"lora.rank": 2}),
+    Case("lora.scale", "rslora", VALUES, base={"lora.rank": 2}),
+    Case("lora.targets", "attn.q", NEW, added(gone=("attn.v.lora_",)), {"lora.rank": 2}),
     Case("mup", {"base": 16}, {*VALUES, "start", "rates"}, mup),
     Case("mup.base", 8, {*VALUES, "start", "rates"}, narrower_base, {"mup.base": 16}),
     Case("mup.head_dim", 4, VALUES, base={"mup.base": 16}),
@@ -648,6 +660,7 @@ ELSEWHERE = {
     "preset": "below: it says where the others start from",
     "mixer.keys_of": "tests/model/test_shared_keys.py: it needs kinds of layers",
 }
+PATTERNS = ("pattern", "lora.targets")
 NEEDS_A_GPU = {("mixer.kernel", "flash"), ("mixer.kernel", "triton")}  # tests/kernels/test_attention.py
 
 
@@ -667,7 +680,7 @@ def test_no_key_and_no_choice_is_forgotten():
     paths = every_path(ModelConfig)
     assert {case.key for case in CASES} | ELSEWHERE.keys() == paths.keys()
     defaults = {(path, getattr(owner, name, None)) for path, (owner, name) in paths.items()}
-    tried = {(case.key, case.to) for case in CASES if isinstance(case.to, str) and case.key != "pattern"}
+    tried = {(case.key, case.to) for case in CASES if isinstance(case.to, str) and case.key not in PATTERNS}
     assert tried | NEEDS_A_GPU == choices(ModelConfig) - defaults
 
 

@@ -5,7 +5,7 @@ of the folder at a time, read from pieces saved with any layout.
 """
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -60,11 +60,13 @@ def write_files(
     weights: str,
     dtype: torch.dtype,
     sharers: int = 1,
+    merge: Callable[[list[Piece]], object] = lambda pieces: None,
 ) -> None:
     """Write these files of the folder, and read each back.
 
     `files` are those of the whole folder, without values. `pieces` are whole tensors under our keys, without
-    values. `weights` is one of state.WEIGHTS. `sharers` counts the ranks on this machine.
+    values. `weights` is one of state.WEIGHTS. `sharers` counts the ranks on this machine. `merge` adds to
+    loaded values what else the checkpoint has for them (checkpoint/hf/lora.py).
     Raises IntegrityError if the checkpoint is damaged, or StorageError, also if the disk returns different
     bytes.
     """
@@ -85,6 +87,7 @@ def write_files(
             values = [(box, torch.empty(box.size, dtype=like.dtype)) for (box, like), _ in parts]
             wants = [(box, value) for (_, box), (_, value) in zip(parts, values)]
             store.start_load(of_file, wants, strict=False, sharers=sharers).fill()  # noqa: B023
+            merge(values)
             hf.fold_mup(model, values)
             (found,) = hf.hf_tensors(model_type, model, values)
             return found

@@ -725,6 +725,14 @@ def task_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "eval.tasks_every", nearby_multiples(tasks_every or unit, unit))
 
 
+def adapter_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check model.lora, if it is set."""
+    if cfg.model.lora is not None:
+        from model.lora import lora_rules
+
+        yield from lora_rules(cfg)
+
+
 def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check the name of the run folder."""
     name = cfg.log.name
@@ -776,7 +784,7 @@ def range_rules_of_kinds(cfg: Config, world: int) -> Iterator[Rule]:
 # rules about train.phases: they hold for the whole run, however much of it is past
 RULES_OF_PHASES = (phase_rules, spike_rules)
 RULES_OF_WEIGHTS = (  # which ranks can hold a model that only computes
-    of_each_kind(layout_rules), moe_rules, of_each_kind(mlp_rules), expert_rank_rules,
+    of_each_kind(layout_rules), moe_rules, of_each_kind(mlp_rules), expert_rank_rules, adapter_rules,
 )
 # ordered: a rule may assume those before it
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
@@ -802,6 +810,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     cuda_graph_rules,
     rerun_rules,
     optimizer_state_rules,
+    adapter_rules,
     group_rules,
     batch_rate_rules,
     spike_rules,

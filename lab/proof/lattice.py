@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from config import OPTIMIZERS, Config, ConfigError, MupConfig, layer_models
+from config import OPTIMIZERS, Config, ConfigError, LoraConfig, MupConfig, layer_models
 from config.axes import AXES, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that
 from config.pattern import BlockVariant
@@ -70,7 +70,7 @@ SWITCHES = {  # the first value of each is the default
     "vocab_multiple": (32, 128),  # with 128, padding takes a quarter of the rows for 257 ids: whole shards
     "geometry": ("small", "wide"),
     # the words of BUNDLES: several keys in one switch
-    "numbers": (None, "numbers"),
+    "numbers": (None, "numbers", "frozen", "lora"),
     "source": (None, "fim", "raw"),
     "scores": (None, "tasks"),
     "saves": (None, "kept", "mirror"),
@@ -122,6 +122,11 @@ BUNDLES: dict[str, Values] = {
         "optim.groups": "embedding: lr_factor 0.5, weight_decay 0.05; layers.1.*: lr_factor 2",
         "parallel.timeout_s": 200.0,
         "log.slow_window": 2,
+    },
+    "frozen": {"optim.groups": "embedding: lr_factor 0; layers.0.*: lr_factor 0; norm: lr_factor 0"},
+    "lora": {
+        "model.lora": LoraConfig(rank=2, alpha=6.0, scale="rslora", targets="*"),
+        "optim.groups": "norm: lr_factor 0.5",
     },
     "fim": {
         "data.fim_rate": 0.7,
@@ -335,7 +340,7 @@ class Lattice:
         if self.world == 1:
             keys.pop("checkpoint.replicas", None)  # needs other nodes
         seq_len = keys.get("seq_len", self.cfg.train.seq_len)
-        if values["numbers"]:
+        if values["numbers"] == "numbers":
             tokens = float(NUM_STEPS * global_batch * seq_len)
             keys |= {"train.steps": None, "train.tokens": tokens, "train.flops": None}
         if values["phases"]:

@@ -206,10 +206,12 @@ class Pipeline:
         store.deferring = is_split
         store.microbatch = op.microbatch
         zero.input_grads_only = is_split
-        torch.autograd.backward(state.graph_outputs.pop(key), output_grad)
+        output = state.graph_outputs.pop(key, None)
+        if output is not None:  # something in the stage trains
+            torch.autograd.backward(output, output_grad)
         store.deferring = False
         if not is_split:
-            zero.end_embedding_backward()
+            zero.end_lowest_backward()
 
         # gradient of the input, for the previous stage
         if op.stage == 0:
@@ -317,8 +319,7 @@ class GradientAccumulation(Pipeline):
     def backward_from_loss(self, op: Op, loss: Tensor) -> None:
         """Run a B."""
         loss.backward()
-        if self.zero_hooks[0].first_is_embedding:
-            self.zero_hooks[0].end_embedding_backward()
+        self.zero_hooks[0].end_lowest_backward()
 
 
 def count_backwards(ops: list[Op], stage: int) -> int:

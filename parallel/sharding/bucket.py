@@ -7,17 +7,22 @@
     3      sharded           sharded     sharded    as 2, and two all-gathers of w per microbatch: 1.5 times
                                                           the bytes of 0, with one microbatch
 
+Frozen parameters have buckets of their own, which have weights alone: those in the compute dtype, sharded
+under ZeRO-3.
+
 Every parameter is a view of its bucket's flat tensor. "Sharded" is over mesh.fsdp (dp_shard x cp);
 mesh.dp_replicate replicates the shards (HSDP): once a step their gradients are all-reduced over it too.
 Experts are sharded over different ranks than the rest, so they have separate buckets. Optimizer, clipping and
 checkpoints see only the elements that this rank owns (views.py).
 """
+import itertools
+
 import torch
 from torch import Tensor
 
 from kernels.grad import accumulation_dtype
 from parallel.sharding.gradients import BucketGrads
-from parallel.sharding.packing import bucket_layout, pack_into_buckets
+from parallel.sharding.packing import NOTHING, bucket_layout, pack_into_buckets
 from parallel.sharding.powersgd import CompressionState
 from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot, UpdateRange
 from parallel.sharding.spec import ShardedParameter, initialize
@@ -34,6 +39,8 @@ class Bucket:
     without ZeRO.
     update_ranges split the owned elements into as few ranges of equal treatment as the order of the slots
     allows. A range may span the padding between two slots, which is zero and stays zero.
+    trains: its parameters have gradients, masters and moments. Otherwise they are frozen: no range of them is
+    updated, and `grads` is empty.
     is_scheduled: its weights or gradients are exchanged, or measured, while the model runs (zero.py).
     num_users counts the parts of the model that use the bucket: a tied table has two.
     num_finished_users counts those that have finished their last backward of the step.
@@ -54,6 +61,7 @@ class Bucket:
         self.dtype = dtype
         self.seed = seed
         self.is_expert = params[0].spec.is_expert
+        self.trains = not params[0].spec.is_frozen
         self.is_hidden = sharding.separate_hidden and params[0].spec.is_hidden_matrix
         self.groups = sharding_groups(mesh, self.is_expert)
         self.num_users = 0
@@ -76,9 +84,9 @@ class Bucket:
         for param, offset in zip(params, layout.offsets):
             slots.append(Slot(param, offset, is_counted_in_norm(param, mesh)))
         self.slots = tuple(slots)
-        self.update_ranges = self.ranges_of_equal_treatment()
-        is_exchanged = self.zero > 0 or self.groups.reduce.size > 1
-        self.is_scheduled = is_exchanged or sharding.track_noise_scale
+        self.update_ranges = self.ranges_of_equal_treatment() if self.trains else []
+        has_exchanged_grads = self.groups.reduce.size > 1 or sharding.track_noise_scale
+        self.is_scheduled = self.zero > 0 or (self.trains and has_exchanged_grads)
 
         # weights and gradients
         initial = torch.zeros(self.size, dtype=accumulation_dtype(dtype), device=device)
@@ -94,10 +102,11 @@ class Bucket:
             sharding,
             initial=initial,
             dtype=dtype,
+            trains=self.trains,
         )
         self.grads = BucketGrads(
-            self.slots,
-            layout,
+            self.slots if self.trains else (),
+            layout if self.trains else NOTHING,
             self.groups,
             sharding,
             seed=seed,
@@ -166,17 +175,17 @@ def split_into_buckets(
 ) -> list[list[ShardedParameter]]:
     """Split the parameters of one part of the model into buckets.
 
-    Experts have separate buckets, and so do hidden matrices with separate_hidden. Within a bucket, parameters
-    with equal treatment (weight decay, learning rate, counted in the norm) are adjacent. The order is the
-    same on all tp ranks, so elements that are partial over tp have the same positions on each.
+    Experts have separate buckets, and so do frozen parameters, and hidden matrices with separate_hidden.
+    Within a bucket, parameters with equal treatment (weight decay, learning rate, counted in the norm) are
+    adjacent. The order is the same on all tp ranks, so elements that are partial over tp have the same
+    positions on each.
     """
-    kinds: dict[tuple[bool, bool], list[ShardedParameter]] = {}
-    for is_expert in (False, True):
-        for is_hidden in (False, True):
-            kinds[is_expert, is_hidden] = []
+    kinds: dict[tuple[bool, bool, bool], list[ShardedParameter]] = {}
+    for kind in itertools.product((False, True), repeat=3):
+        kinds[kind] = []
     for param in params:
         is_hidden = sharding.separate_hidden and param.spec.is_hidden_matrix
-        kinds[param.spec.is_expert, is_hidden].append(param)
+        kinds[param.spec.is_frozen, param.spec.is_expert, is_hidden].append(param)
 
     buckets: list[list[ShardedParameter]] = []
     for kind in kinds.values():
@@ -199,6 +208,7 @@ def finish_grad_reductions(buckets: list[Bucket], mesh: Mesh) -> None:
     After the data-parallel sums, gradients that are partial over tp are summed in one all-reduce, then a tied
     table over the ends of the pipeline in another.
     """
+    buckets = [bucket for bucket in buckets if bucket.trains]
     for bucket in buckets:  # sums over replicas start before the first is waited for
         if bucket.is_scheduled:
             bucket.grads.continue_reduce()
@@ -230,9 +240,13 @@ def start_param_gathers(buckets: list[Bucket], is_good: Tensor) -> None:
     """Start the all-gathers of updated weights (ZeRO-1 and 2); the next forward waits for them.
 
     ZeRO-3 drops the full weights, which are stale; PowerSGD's error is kept or dropped. is_good is a bool
-    scalar, False if the step was skipped.
+    scalar, False if the step was skipped. Frozen weights stay as they are; ZeRO-3 drops what is kept of them.
     """
     for bucket in buckets:
+        if not bucket.trains:
+            if bucket.zero == 3:
+                bucket.weights.reshard()
+            continue
         if bucket.grads.powersgd is not None:
             bucket.grads.powersgd.resolve_error_feedback(is_good)
         if bucket.zero > 0 or bucket.sharding.has_fp8_copies:

@@ -26,6 +26,9 @@ class BucketLayout:
         return self.shard_end - self.shard_start
 
 
+NOTHING = BucketLayout(offsets=(), size=0, shard_start=0, shard_end=0)
+
+
 def bucket_layout(
     sizes: Sequence[int],
     *,

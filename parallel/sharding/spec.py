@@ -46,10 +46,16 @@ ROLES = {
     "rate": Role("rate", has_decay=False),  # the logarithm of a head's decay rate
     "skip": Role("ones", has_decay=False),  # scales the input that a head adds to its output
     "step": Role("step", has_decay=False),  # a bias before the softplus that yields the step size
+    # low-rank adapters (model/lora.py)
+    "lora_a": Role("lora_a", has_decay=True),
+    "lora_b": Role("zeros", has_decay=True),
     # the xielu activation
     "alpha_p": Role("alpha_p", has_decay=False),  # its curvature above 0, before a softplus
     "alpha_n": Role("alpha_n", has_decay=False),  # the same below 0
 }
+
+
+ADAPTER_ROLES = ("lora_a", "lora_b")
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class ParameterSpec:
     role: str  # a key of ROLES
     std: float = 0.0  # standard deviation of normal initial values
     lr_factor: float = 1.0  # of muP, multiplies the learning rate
-    group_lr_factor: float = 1.0  # of optim.groups, too
+    group_lr_factor: float = 1.0  # of optim.groups, too; 0: the parameter is frozen
     group_weight_decay: float | None = None  # of optim.groups, instead of optim.weight_decay
     partial_over: tuple[str, ...] = ()
     is_expert: bool = False
@@ -86,6 +92,11 @@ class ParameterSpec:
     @property
     def has_decay(self) -> bool:
         return ROLES[self.role].has_decay
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the optimizer leaves it as it is: it has no gradient, no moments and no master copy."""
+        return self.group_lr_factor == 0
 
     @property
     def is_hidden_matrix(self) -> bool:
@@ -188,12 +199,19 @@ def draw_step(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return step + torch.log(-torch.expm1(-step))
 
 
+def draw_within_fan_in(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw uniform numbers within 1 / sqrt(n), for rows of n: torch's kaiming_uniform_ with a = sqrt(5)."""
+    bound = shape[-1]**-0.5
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
 def below_softplus(value: float) -> Draw:
     """Return a Draw of constants whose softplus is `value`, as in xielu (arXiv 2411.13010)."""
     return lambda shape, generator: torch.full(shape, math.log(math.expm1(value)))
 
 
 DRAWS: dict[str, Draw] = {
+    "lora_a": draw_within_fan_in,
     "rate": draw_rate,
     "step": draw_step,
     "alpha_p": below_softplus(0.8),

@@ -12,7 +12,7 @@ from parallel.sharding.bucket import Bucket
 from parallel.sharding.ranges import range_boxes
 from parallel.sharding.slots import Slot
 
-Moments = Mapping[str, Sequence[Tensor | None]]  # {name: a flat tensor for each bucket, or None}
+Moments = Mapping[str, Sequence[Tensor | None]]  # {name: a flat tensor for each bucket that trains, or None}
 
 
 class TensorRange(NamedTuple):
@@ -26,9 +26,11 @@ class TensorRange(NamedTuple):
 def state_flats(bucket: Bucket, position: int, moments: Moments) -> Iterator[tuple[str, Tensor]]:
     """Yield (suffix of its keys, flat tensor) for the master and each moment of a bucket.
 
-    position: of the bucket in `moments`.
+    position: of the bucket in `moments`. A frozen bucket comes after all that are there.
     """
     yield "", bucket.weights.master
+    if not bucket.trains:
+        return
     for name, by_bucket in moments.items():
         flat = by_bucket[position]
         if flat is not None:

@@ -21,7 +21,7 @@ class BucketWeights:
 
     local [shard size] is this rank's shard of them. master [shard size] is what the optimizer updates, in
     fp32 or fp64 (bf16 on request): the same tensor as `local` if the dtypes agree, unless it is offloaded to
-    the host, or the weights are sent in 8 bits.
+    the host, or the weights are sent in 8 bits. Of frozen weights it is always `local`.
     """
 
     def __init__(
@@ -33,17 +33,20 @@ class BucketWeights:
         *,
         initial: Tensor,
         dtype: Dtype,
+        trains: bool = True,
     ) -> None:
-        """initial [size] holds the initial values, in fp32 or fp64; dtype is the compute dtype."""
+        """initial [size] holds the initial values, in fp32 or fp64; dtype is the compute dtype.
+        trains: False for frozen weights."""
         self.slots = slots
         self.size = layout.size
         self.zero = sharding.zero
         self.group = groups.shard
-        self.codec = sharding.weight_codec
+        # frozen weights are sent once before ZeRO-3, and in every microbatch with it
+        self.codec = sharding.weight_codec if trains or self.zero == 3 else "none"
         self.block = sharding.alignment
         # whether the other ranks see this rank's weights in 8 bits
         is_gathered = sharding.zero > 0 and groups.shard.size > 1
-        self.is_quantized = sharding.weight_codec != "none" and is_gathered
+        self.is_quantized = self.codec != "none" and is_gathered
         self.pending_gather: PendingExchange | compress.CompressedAllGather | None = None
         owned = slice(layout.shard_start, layout.shard_end)
 
@@ -58,7 +61,9 @@ class BucketWeights:
         self.local = full[owned] if self.zero < 3 else full[owned].clone()
 
         # masters: on the host, aliasing the local weights, or a copy
-        if sharding.offload_master:
+        if not trains:
+            self.master = self.local
+        elif sharding.offload_master:
             self.master = to_host(initial[owned])
         elif self.local.dtype == initial.dtype and (self.zero == 3 or not self.is_quantized):
             self.master = self.local

@@ -13,8 +13,9 @@ on the module's input and output tensors, call the scheduler; the model is unawa
 So a reduction overlaps with at least one part's backward, and ZeRO-2 and 3 never hold the full gradients of
 more than two parts. Gradients are reduced when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1)
 is ready. Autograd triggers this: the gradient of a part's output starts its backward, the gradient of its
-input ends it. A bucket shared by two parts (a tied table) keeps full weights and gradients until both have
-finished their last backward of the step.
+input ends it. If the input has no gradient (an embedding, or the first part above frozen ones), the end of
+the stage's backward does. A bucket shared by two parts (a tied table) keeps full weights and gradients until
+both have finished their last backward of the step.
 
 A bucket that is exchanged with no other rank needs none of this (Bucket.is_scheduled): its weights and
 gradients are always full, and finish_grad_reductions completes them after the last backward.
@@ -52,6 +53,7 @@ class ZeroHooks:
         self.input_grads_only = False
         self.backward_follows = False
         self.reducing: list[Bucket] = []  # their reductions were started by the previous end_backward
+        self.lowest: int | None = None  # the part of the last forward whose input has no gradient
 
     @classmethod
     def without_buckets(cls) -> "ZeroHooks":
@@ -91,17 +93,20 @@ class ZeroHooks:
     def end_forward(self, part: int, x: Tensor, output: Tensor | tuple[Tensor, ...]) -> None:
         """Free the weights (ZeRO-3) unless the backward needs them next, and hook the backward."""
         is_head_in_training = self.is_head(part) and is_grad_enabled()
-        is_needed_next = part == self.last_block and self.backward_follows
+        y = output if isinstance(output, Tensor) else output[0]
+        is_needed_next = part == self.last_block and self.backward_follows and y.requires_grad
         if not is_head_in_training and not is_needed_next:
             for bucket in self.parts[part]:
                 if bucket.zero == 3 and bucket.num_users == 1:
                     bucket.weights.reshard()
 
-        y = output if isinstance(output, Tensor) else output[0]
-        if y.requires_grad:
-            y.register_hook(lambda _: self.begin_backward(part))
+        if not y.requires_grad:
+            return
+        y.register_hook(lambda _: self.begin_backward(part))
         if x.requires_grad:
             x.register_hook(lambda _: self.end_input_grad(part))
+        else:
+            self.lowest = part
 
     def end_input_grad(self, part: int) -> None:
         """Handle the complete gradient of the part's input.
@@ -114,9 +119,9 @@ class ZeroHooks:
     def begin_backward(self, part: int) -> None:
         """Wait for the part's weights, start the all-gather of the previous part's, allocate gradients.
 
-        An embedding's backward reads no weights.
+        An embedding's backward reads no weights, and parts below the lowest one have no backward.
         """
-        first_with_weights = 1 if self.first_is_embedding else 0
+        first_with_weights = max(self.lowest or 0, 1 if self.first_is_embedding else 0)
         if part >= first_with_weights:
             next_part = part - 1 if part > first_with_weights else None
             self.unshard(part, next_part)
@@ -133,6 +138,10 @@ class ZeroHooks:
         self.reducing = []
 
         for bucket in self.parts[part]:
+            if not bucket.trains:
+                if bucket.zero == 3 and bucket.num_users == 1:
+                    bucket.weights.reshard()
+                continue
             if bucket.sharding.track_noise_scale:
                 bucket.grads.record_first_microbatch()
             bucket.num_finished_users += self.is_last_microbatch
@@ -167,10 +176,10 @@ class ZeroHooks:
             if bucket.zero >= 2:
                 bucket.grads.allocate()
 
-    def end_embedding_backward(self) -> None:
-        """Call after a backward of the stage: an embedding has no input gradient to end its backward."""
-        if self.first_is_embedding:
-            self.end_backward(0)
+    def end_lowest_backward(self) -> None:
+        """Call after a backward of the stage: the lowest part has no input gradient to end its backward."""
+        if self.lowest is not None:
+            self.end_backward(self.lowest)
 
     def begin_weight_grads(self) -> None:
         """Call before deferred weight gradients."""

@@ -110,6 +110,7 @@ class ColumnLinear(nn.Module):
     outputs is {key: features} of its projections, each sharded separately.
     Under sp it all-gathers its input over tp, and reduces the gradient of its input (regions.py). async_tp
     overlaps its GEMM with the transfers of sequence chunks (overlap.py).
+    adapter: from x to what is added to the output (model/lora.py), if the layer has one.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.region = tensor_parallel_region(mesh.tp, sp=sp, async_tp=async_tp)
         self.scaling = fp8_scaling(fp8, mesh, divides_outputs=True)
+        self.adapter: nn.Module | None = None
 
         weights = [row_shard(f"{key}.weight", (m, n), mesh.tp) for key, m in outputs.items()]
         self.weight = parameter(ParameterSpec(tuple(weights), "hidden", std))
@@ -136,6 +138,10 @@ class ColumnLinear(nn.Module):
             self.bias = parameter(ParameterSpec(tuple(biases), "bias"))
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self.multiply(x)
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def multiply(self, x: Tensor) -> Tensor:
         if self.scaling is not None:
             return scaled_linear(x, self.weight, self.bias, self.region, self.scaling)
         return linear(x, self.weight, self.bias, self.region)
@@ -194,8 +200,8 @@ def shared_weight(key: str, shape: tuple[int, int], std: float) -> ShardedParame
 class RowLinear(nn.Module):
     """x [b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]): input features are sharded over tp.
 
-    The partial outputs are summed over tp by an all-reduce, or under sp by a reduce-scatter. async_tp: see
-    ColumnLinear.
+    The partial outputs are summed over tp by an all-reduce, or under sp by a reduce-scatter. async_tp,
+    adapter: see ColumnLinear.
     """
 
     def __init__(
@@ -216,13 +222,17 @@ class RowLinear(nn.Module):
         self.sp = sp
         self.region = tensor_parallel_region(mesh.tp, sp=sp, async_tp=async_tp)
         self.scaling = fp8_scaling(fp8, mesh, divides_outputs=False)
+        self.adapter: nn.Module | None = None
         weight = column_shard(f"{key}.weight", (m, n), mesh.tp)
         self.weight = parameter(ParameterSpec((weight,), "hidden", std))
         self.bias = replicated_vector(f"{key}.bias", m, "bias", is_partial=sp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.region is None and self.scaling is None:
-            return linear(x, self.weight, self.bias)
+        y = self.summed(x)
+        return y if self.adapter is None else y + self.adapter(x)
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Return the output without that of an adapter."""
         if self.region is None:
             return self.multiply(x, self.bias)
         if self.region.is_async:

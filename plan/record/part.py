@@ -150,12 +150,13 @@ class PartRecord:
 class PartForm(NamedTuple):
     """Everything that determines a record. layer: of a block, or "embedding" or "head", then without the
     blocks of multi-token prediction. chip: whose code paths are taken; None is a CPU. is_split: some
-    backwards run in two parts."""
+    backwards run in two parts. has_input_grad: see PartDescription."""
 
     cfg: Config
     layer: int | str
     chip: Chip | None = None
     is_split: bool = False
+    has_input_grad: bool = True
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -296,7 +297,7 @@ class PartRunner:
         self.microbatch = shard_batch(whole, mesh.cp)
         b, s = self.microbatch.tokens.shape
         shape = (b, s // mesh.tp.size if cfg.parallel.sp else s, cfg.model.hidden)
-        self.leaf = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=True)
+        self.leaf = torch.empty(shape, dtype=self.dtype, device=device, requires_grad=form.has_input_grad)
         self.grad = torch.empty(shape, dtype=self.dtype, device=device)
         self.has_residual = cfg.parallel.recompute != "full"
         self.scale = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
@@ -316,19 +317,20 @@ class PartRunner:
         outputs = self.forward(*inputs)
         edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
         read = shared.kept.get(self.stage.first, ())  # by later blocks, which hold it
-        edges_of_keys = [get_gradient_edge(x) for x in read]
+        edges_of_keys = [get_gradient_edge(x) for x in read if x.requires_grad]
         forward = self.end_phase(before, [])
         del inputs, outputs
         kept = memory.now - before
 
         begin = memory.now
         grads = [self.scale if self.layer == "head" else self.grad.clone()] * len(edges)
-        grads += [torch.empty_like(x) for x in read]
+        grads += [torch.empty_like(x) for x in read if x.requires_grad]
         self.begin_phase()
         spans: list[tuple[int, int]] = []
         self.store.deferring = is_split
         with noted_weight_grads(self.recorder, spans):
-            torch.autograd.backward(edges + edges_of_keys, grads)
+            if edges:  # something trains, here or below
+                torch.autograd.backward(edges + edges_of_keys, grads)
         self.store.deferring = False
         backward = self.end_phase(begin, spans)
         del edges, edges_of_keys, grads, read

@@ -252,7 +252,8 @@ def flops_of_tokens(cfg: Config, tokens: Array) -> Array:
     found = np.zeros(len(tokens))
     for phase, end in zip(phases, ends):
         of_phase = np.clip(tokens, phase.tokens_before, end) - phase.tokens_before
-        found += of_phase * flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
+        found += of_phase * flops_per_token(
+            phase.cfg.model, phase.cfg.train.seq_len, groups=phase.cfg.optim.groups)
     return found
 
 

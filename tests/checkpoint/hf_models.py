@@ -8,7 +8,7 @@ import functools
 import math
 
 from checkpoint.hf.families.family import FOLDED, NOT_THE_MODEL
-from config import ModelConfig, MTPConfig, MupConfig, head_dim, kv_heads, layer_model, value_dim
+from config import LoraConfig, ModelConfig, MTPConfig, MupConfig, head_dim, kv_heads, layer_model, value_dim
 from config.reading import build_tree, merge, presets
 from config.reading.flat import FLAT_NAMES, FLAT_TRAINING_NAMES, LIMITS, FlatModel, flat_model, from_flat
 from config.reading.kinds import every_path
@@ -51,6 +51,7 @@ LACKED = {  # what a model is given that lacks the part to which a key belongs
     BalanceLossConfig: {"mlp.router.aux": {"weight": 0.01}},
     CapacityConfig: {"mlp.capacity": {"factor": 1.5}},
     LayerNormConfig: {"norm.kind": "layernorm"},
+    LoraConfig: {"lora": {}},
     MTPConfig: {"mtp": {}},
     MupConfig: {"mup.base": 8},
 }

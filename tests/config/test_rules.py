@@ -13,7 +13,7 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from config import ConfigError, MTPConfig, MupConfig
+from config import ConfigError, LoraConfig, MTPConfig, MupConfig
 from config.reading import resolve
 from config.reading.kinds import every_path, members_of
 from config.reading.rules import divisors
@@ -70,6 +70,7 @@ WITH_PART = {
     **dict.fromkeys((
         f"model.mlp.{part}" for part in ("experts", "top_k", "shared", "router", "router.aux", "capacity")
     ), EXPERTS),
+    "model.lora": {"model__lora": LoraConfig()},
     "model.mtp": {"model__mtp": MTPConfig()},
     "model.mup": {"model__mup": MupConfig(base=64)},
 }

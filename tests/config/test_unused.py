@@ -97,7 +97,7 @@ RULED = {
 
 
 # parts: every key of one is read where the part is, but for those of a row
-PARTS = ("model.mixer", "model.mlp", "model.norm", "model.mtp", "model.mup")
+PARTS = ("model.mixer", "model.mlp", "model.norm", "model.mtp", "model.mup", "model.lora")
 
 
 def resolved(words: str, section: str = "", **keys) -> Config:

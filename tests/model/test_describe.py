@@ -300,3 +300,37 @@ def test_flops_of_latent_attention_with_a_module_ahead_and_a_window():
     assert m.mtp.modules == 1
     assert flops_of_parts(m, (10,), 10) == pytest.approx(want, rel=1e-12)
     assert flops_per_token(m, 10) == pytest.approx(3 * sum(want), rel=1e-12)
+
+
+FREEZING = {  # layers without a backward; frozen matrices of MLPs elsewhere
+    "embedding: lr_factor 0; layers.0.*: lr_factor 0; layers.1.*: lr_factor 0": (2, 0),
+    "layers.*.mlp.*: lr_factor 0": (0, 4 * 3),
+    "layers.0.*: lr_factor 0; layers.3.mlp.*: lr_factor 0": (0, 3),
+}
+
+
+@pytest.mark.parametrize("groups, without", FREEZING.items(), ids=FREEZING)
+def test_flops_of_training_leave_out_what_frozen_parameters_need_not(groups, without):
+    """Of three times the forward: two of a part without a backward, one of a frozen matrix elsewhere."""
+    m = shrunk("llama3-tiny", vocab_multiple=1).model
+    _, block, *_ = parts = flops_of_parts(m, (14,), 14)
+    layers, matrices = without
+    want = 3 * sum(parts) - 2 * layers * block - 2 * matrices * m.hidden * m.mlp.width
+    if groups.startswith("layers.0.*"):  # the embedding trains: layer 0 has a backward
+        width = m.hidden // m.mixer.heads
+        attention = m.hidden * (2 * m.mixer.heads + 2 * m.mixer.kv_heads) * width
+        want -= 2 * (attention + 3 * m.hidden * m.mlp.width)
+    assert flops_per_token(m, 14, groups=groups) == pytest.approx(want, rel=1e-12)
+
+
+def test_flops_of_training_adapters():
+    """Two of each frozen matrix, three of an adapter's and of the scores."""
+    m = shrunk("llama3-tiny", vocab_multiple=1).model
+    lora = config.LoraConfig(rank=2, targets="mlp.down")
+    adapters = 4 * 2 * 2 * (m.hidden + m.mlp.width)
+    plain = flops_of_parts(m, (14,), 14)
+    width = m.hidden // m.mixer.heads
+    scores = 4 * 2 * 2 * m.mixer.heads * width * 7.5
+    forward = sum(plain)
+    want = 2 * (forward - scores) + 3 * scores + 3 * adapters
+    assert flops_per_token(replace(m, lora=lora), 14) == pytest.approx(want, rel=1e-12)

@@ -12,7 +12,7 @@ from random_tokens import RandomTokens
 from tiny_records import get_part_record
 
 from build import build_run
-from config import OPTIMIZERS
+from config import OPTIMIZERS, LoraConfig
 from config.reading import resolve
 from config.reading.tiny import tiny_config
 from config.tree import with_values
@@ -50,7 +50,7 @@ def held(world, cfg):
     """Bytes of a rank's state after a step: ({part: on the device}, in host memory)."""
     run, microbatches = begin(world, cfg)
     train_step(run, 1, microbatches)
-    every = run.buckets
+    every = [b for b in run.buckets if b.trains]
     averages = [] if run.ema is None else run.ema.averages
     state = [*averages, *(flat for flats in run.optim.state().values() for flat in flats)]
     masters = [b.weights.master for b in every if b.weights.master is not b.weights.local]
@@ -59,7 +59,9 @@ def held(world, cfg):
         host, state, masters = [*(b.weights.master for b in every), *state], [], []
     grads = [(b.grads.local, b.grads.full, b.grads.powersgd and b.grads.powersgd.error) for b in every]
     device = {
-        "weights": nbytes_of(b.weights.local if b.weights.full is None else b.weights.full for b in every),
+        "weights": nbytes_of(
+            b.weights.local if b.weights.full is None else b.weights.full for b in run.buckets
+        ),
         "masters": nbytes_of(masters),
         "gradients": nbytes_of(tensor for tensors in grads for tensor in tensors),
         "optimizer": nbytes_of(state),
@@ -80,6 +82,8 @@ def laid(name, parallel, **train):
 
 
 LLAMA, GPT2, MIXTURE = "llama3-tiny", "gpt2-tiny", "mixtral-tiny"
+FROZEN = "embedding: lr_factor 0; layers.0.*: lr_factor 0; layers.*.mlp.*: lr_factor 0"
+ADAPTERS = LoraConfig(rank=4, targets="*")
 BF16_STATES = {"optim.states": "bf16"}
 STATES = [
     *((LLAMA, dict(offload="optimizer", zero=z), {}) for z in (0, 3)),
@@ -104,6 +108,10 @@ STATES = [
             dict(pp=2, zero=1),
         )
     ),
+    *((LLAMA, dict(zero=z, pp=2), {"optim.groups": FROZEN, "train.ema": 0.9}) for z in range(4)),
+    (LLAMA, dict(offload="optimizer"), {"optim.groups": FROZEN}),
+    *((LLAMA, dict(zero=z, tp=2, sp=z > 0), {"model.lora": ADAPTERS}) for z in range(4)),
+    (LLAMA, dict(zero=2, compress_weights="int8"), {"optim.groups": FROZEN}),
     (LLAMA, dict(tp=4), {"model.mixer.kv_heads": 2}),
     (LLAMA, dict(tp=4, sp=True, zero=3), {"model.mixer.kv_heads": 2}),
 ]

@@ -74,7 +74,8 @@ class RunRecorder:
     step. `wrong` collects outright errors.
     """
 
-    run: TrainingRun  # set by run_built
+    run: TrainingRun  # set by run_built, too: buckets, those that train, since frozen ones have no masters
+    buckets: list[Bucket]
 
     def __init__(self, spoilt: frozenset[int], spoils: bool, values: LargestValue) -> None:
         self.spoilt = spoilt
@@ -108,6 +109,7 @@ class RunRecorder:
 
     def run_built(self, step: int, run: TrainingRun) -> None:
         self.run = run
+        self.buckets = [bucket for bucket in run.buckets if bucket.trains]
         self.steps.append({"step": step, **self.scaler_state()})
         self.watch_reads(run)
         self.record_state(step)
@@ -116,7 +118,7 @@ class RunRecorder:
         """Record the weights of each bucket whenever they are about to be read: once ZeRO has gathered them;
         without ZeRO, before the forward of the parts that use them."""
         get_index: dict[int, int] = {}  # {id(parameter): its bucket}
-        for i, bucket in enumerate(run.buckets):
+        for i, bucket in enumerate(self.buckets):
             get_index.update({id(slot.param): i for slot in bucket.slots if bucket.zero == 0})
             if bucket.zero > 0:
                 bucket.weights.wait_unshard = self.recording(i, bucket.weights.wait_unshard)
@@ -138,7 +140,7 @@ class RunRecorder:
         """Record the full weights of these buckets, or compare them with those of the reads before."""
         after = f"after step {self.steps[-1]['step']}"
         for i in indices:
-            bucket = self.run.buckets[i]
+            bucket = self.buckets[i]
             weights = bucket.weights.full
             assert weights is not None
             first = self.weights_read[-1].setdefault(i, weights.clone())
@@ -149,7 +151,7 @@ class RunRecorder:
                     self.wrong.append(f"{after}: {slot.param.spec.boxes[0].key} is no view of its bucket")
 
     def grads_ready(self, step: int) -> str | None:
-        for i, bucket in enumerate(self.run.buckets):
+        for i, bucket in enumerate(self.buckets):
             wide = torch.promote_types(bucket.dtype, torch.float32)
             full = bucket.grads.full
             is_wide = bucket.grads.local.dtype == wide and (full is None or full.dtype == wide)
@@ -157,11 +159,11 @@ class RunRecorder:
                 self.wrong.append(
                     f"step {step}: gradients of bucket {i} are {bucket.grads.local.dtype}, not {wide}"
                 )
-        self.grads.append([bucket.grads.local.clone() for bucket in self.run.buckets])
+        self.grads.append([bucket.grads.local.clone() for bucket in self.buckets])
         return "nan" if step in self.spoilt and self.spoils else None
 
     def step_end(self, step: int, loss: Tensor, norm: Tensor, ok: Tensor) -> None:
-        wide = torch.promote_types(self.run.buckets[0].dtype, torch.float32)
+        wide = torch.promote_types(self.buckets[0].dtype, torch.float32)
         if loss.dtype != wide or norm.dtype != wide:
             self.wrong.append(f"step {step}: loss is {loss.dtype} and norm {norm.dtype}, not {wide}")
         self.largest.append(self.values.take())
@@ -175,7 +177,7 @@ class RunRecorder:
         """Check that the last two states are equal, except weights that are quantized from step 1 on."""
         for i, (old, new) in enumerate(zip(*self.states[-2:])):
             for name in new:
-                may_change = name == "own" and self.run.buckets[i].weights.is_quantized
+                may_change = name == "own" and self.buckets[i].weights.is_quantized
                 if not may_change and not same_bits(old[name], new[name]):
                     self.wrong.append(f"step {step} was skipped and changed {name} of bucket {i}")
 
@@ -190,7 +192,7 @@ class RunRecorder:
         moments = self.run.optim.state()
         self.weights_read.append({})
         now: list[dict[str, Tensor]] = []
-        for i, bucket in enumerate(self.run.buckets):
+        for i, bucket in enumerate(self.buckets):
             state = {"master": bucket.weights.master.clone(), "own": bucket.weights.local.clone()}
             for name, flat_tensors in moments.items():
                 flat = flat_tensors[i]
@@ -199,7 +201,7 @@ class RunRecorder:
             now.append(state)
 
         is_first = not self.states
-        for i, (bucket, state) in enumerate(zip(self.run.buckets, now)):
+        for i, (bucket, state) in enumerate(zip(self.buckets, now)):
             if bucket.weights.is_quantized and bucket.zero < 3 and is_first:
                 continue  # initially, own weights are quantized as the other ranks see them
             own, rounded = state["own"], state["master"].to(bucket.dtype)
@@ -223,7 +225,7 @@ class RunRecorder:
         for n, (state, weights_read) in enumerate(zip(self.states, self.weights_read)):
             after = f"after step {self.steps[n]['step']}"
             is_last = n == len(self.states) - 1
-            for i, bucket in enumerate(self.run.buckets):
+            for i, bucket in enumerate(self.buckets):
                 expected = expected_weights(bucket, state[i]["master"])
                 if i in weights_read:
                     if not same_bits(expected, weights_read[i]):
@@ -234,8 +236,8 @@ class RunRecorder:
                     self.wrong.append(f"{after}: bucket {i} was never read")
                 weights_read.setdefault(i, expected)
         return {
-            "owned_parts": [owned_parts(bucket) for bucket in self.run.buckets],
-            "whole_parts": [whole_parts(bucket) for bucket in self.run.buckets],
+            "owned_parts": [owned_parts(bucket) for bucket in self.buckets],
+            "whole_parts": [whole_parts(bucket) for bucket in self.buckets],
             "states": self.states,
             "weights_read": self.weights_read,
             "grads": self.grads,

@@ -11,7 +11,7 @@ from random_tokens import RandomTokens
 
 import config
 from build import build_run
-from config import MupConfig
+from config import LoraConfig, MupConfig
 from config.reading.tiny import tiny_config
 from config.tree import with_values
 from model import block
@@ -163,6 +163,28 @@ def compare(pool, name, parallel, dropout=0.1, values=None, **train):
 @pytest.mark.parametrize("parallel", PLAIN + SENDS + SPLIT + PIPES + MIXED + CONTEXT, ids=str)
 def test_every_byte_is_planned(ranks, parallel):
     compare(ranks(4), "llama3-tiny", parallel)
+
+
+FROZEN = {
+    "lower": {"optim.groups": "embedding: lr_factor 0; layers.0.*: lr_factor 0; layers.*.mlp.*: lr_factor 0"},
+    "all but norms": {"optim.groups": "embedding: lr_factor 0; head: lr_factor 0; hidden: lr_factor 0"},
+    "adapters": {"model.lora": LoraConfig(rank=2, targets="attn.*,mlp.down")},
+}
+FREEZING = [
+    *(dict(zero=z) for z in range(4)),
+    dict(tp=2, zero=3),
+    dict(tp=2, sp=True),
+    dict(pp=2, zero=3, schedule="zb-v"),
+    dict(pp=2, zero=2, dp_rep=2),
+    dict(tp=2, sp=True, recompute="full", pp=2),
+]
+
+
+@pytest.mark.slow(every=9)
+@pytest.mark.parametrize("values", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("parallel", FREEZING, ids=str)
+def test_frozen_parameters_send_no_gradients(ranks, parallel, values):
+    compare(ranks(4), "llama3-tiny", parallel, values=values)
 
 
 CODED = [
