@@ -180,9 +180,11 @@ def build_run(
     ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
     spikes = SpikeState(cfg.optim, device, mesh.world)
     beside = extras_of_step(cfg, made.buckets, mesh, spikes)
+    qk_clip = clip_of_scores(cfg, stages, made.buckets, mesh, device)
     inside = layer_statistics(cfg, stages, made.buckets, mesh, device)
     bounded = bounded_rows(cfg, stages, made.buckets, mesh, device)
-    extras = Extras([*inside, *bounded, *beside.extras])  # inside is inmost: it starts over with each forward
+    # inmost is what starts over with each forward; what follows the clip sees the weights that it leaves
+    extras = Extras([*qk_clip, *inside, *bounded, *beside.extras])
 
     return TrainingRun(
         cfg=cfg,
@@ -245,6 +247,17 @@ def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: Spike
         ema = WeightEMA(cfg.train.ema, buckets, mesh)
         extras.append(ema)
     return StepExtras(Extras(extras), noise_scale, ema)
+
+
+def clip_of_scores(
+    cfg: Config, stages: dict[int, PipelineStage], buckets: list[Bucket], mesh: Mesh, device: torch.device
+) -> list[Extra]:
+    """Create the extra of optim.qk_clip, if it is set."""
+    if cfg.optim.qk_clip is None:
+        return []
+    from optim.qk_clip import QKClip
+
+    return [QKClip(cfg, stages.values(), buckets, mesh, device)]
 
 
 def layer_statistics(

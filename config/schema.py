@@ -236,6 +236,8 @@ class OptimConfig:
     groups: str | None = None  # rates of some parameters, by role or by pattern of names, separated by ";":
     #   "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"
     clip: Positive | None = 1.0  # largest global gradient norm; none: gradients are not clipped
+    qk_clip: Positive | None = None  # after a step in which the largest attention score of a head exceeds it,
+    #   the weights of its queries and keys are scaled down (MuonClip, arXiv 2507.20534: 100); none: never
     spike_sigma: Positive | None = None  # a step whose loss or gradient norm is more than this many standard
     #   deviations above the mean of the last spike_window applied steps is not applied (OLMo: 6); none: each
     #   finite step is applied

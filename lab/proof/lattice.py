@@ -43,6 +43,7 @@ LAYOUT = {
     "zero": (0, 1, 2, 3),
 }
 MUP_BASE = 16
+QK_CLIP = 0.01  # below the largest score of most heads in every step of a tiny model
 WITH_BF16_STATES = {f"{name}-bf16": name for name in optimizers_that(lambda spec: spec.supports_bf16_states)}
 WITH_POLAR_EXPRESS = {  # other values of "name": an optimizer that orthogonalizes by other polynomials
     f"{name}-polar": name for name in optimizers_that(lambda spec: "orthogonalize" in spec.keys)
@@ -66,6 +67,7 @@ SWITCHES = {  # the first value of each is the default
     "mup": (None, MUP_BASE),
     "fp8": (None, "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"),
     "ema": (None, 0.9),
+    "qk_clip": (None, QK_CLIP),
     "async_save": (False, True),
     "vocab_multiple": (32, 128),  # with 128, padding takes a quarter of the rows for 257 ids: whole shards
     "geometry": ("small", "wide"),
@@ -199,6 +201,7 @@ SECTION = {
     "name": "optim",
     "states": "optim",
     "orthogonalize": "optim",
+    "qk_clip": "optim",
     "async_save": "checkpoint",
 }
 

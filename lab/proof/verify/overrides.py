@@ -46,6 +46,7 @@ CELL_WORDS = {
     "optim.name": " or ".join(name for name in OPTIMIZERS if name != OptimConfig.name),
     "optim.states": "adamw-bf16 or no-adamw-bf16",
     "optim.orthogonalize": "muon-polar or normuon-polar",
+    "optim.qk_clip": "qk-clip or no-qk-clip",
     "model.vocab_multiple": "vocab128 or no-vocab128",
     "train.ema": "ema or no-ema",
     "data.doc_mask": "docs or no-docs",
