@@ -197,7 +197,7 @@ def build_run(
         steps=steps,
         loader=data,
         buckets=made.buckets,
-        optim=optimizer_class(cfg.optim.name)(cfg.optim, made.buckets, mesh),
+        optim=optimizer_class(cfg.optim.name, cfg.optim.states)(cfg.optim, made.buckets, mesh),
         learning_rate=learning_rates(phases, steps),
         schedules=ops,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
@@ -344,9 +344,10 @@ def make_recording(pipeline: Pipeline, device: torch.device, buckets: list[Bucke
     return RecordedPipeline(pipeline, device, buckets)
 
 
-def optimizer_class(name: str) -> type[Optimizer]:
-    """Return the optimizer class registered in config/optimizers.py."""
-    return pkgutil.resolve_name(OPTIMIZERS[name].implementation)
+def optimizer_class(name: str, states: str = "fp32") -> type[Optimizer]:
+    """Return the optimizer class registered in config/optimizers.py, for this value of optim.states."""
+    spec = OPTIMIZERS[name]
+    return pkgutil.resolve_name(spec.implementation_8bit if states == "8bit" else spec.implementation)
 
 
 def check_device(cfg: Config, device: torch.device) -> None:

@@ -245,8 +245,9 @@ class OptimConfig:
     spike_rewind: Count | None = None  # after this many such steps in a row, rewind to the last checkpoint
     #   before them and skip their data (PaLM, arXiv 2204.02311); none: never
     spike_rewinds: Count = 3  # times that the run may rewind before the same steps; one more ends it (77)
-    states: Literal["fp32", "bf16"] = "fp32"  # dtype of master weights and moments; bf16 (of adamw) is
-    #   rounded stochastically (arXiv 2010.06192) and takes half the bytes
+    states: Literal["fp32", "bf16", "8bit"] = "fp32"  # of master weights and moments; bf16 (of adamw) is
+    #   rounded stochastically (arXiv 2010.06192) and takes half the bytes; 8bit (of adamw): moments in 8 bits
+    #   with a scale for each block (arXiv 2110.02861), masters in fp32
 
 
 @dataclass(frozen=True)

@@ -505,10 +505,19 @@ def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"parallel.offload: {offload} supports the state of {with_offload} only, and optim.name is "
         f"{optim.name}; use none or activations")
     yield Rule(
-        optim.states == "fp32" or spec.supports_bf16_states,
+        optim.states != "bf16" or spec.supports_bf16_states,
         f"optim.states: only {to_text(with_bf16)} rounds bf16 states stochastically, and rounding to "
         f"nearest would lose small updates of optim.name={optim.name}; use {to_text(with_bf16, 'or')}, "
         "or optim.states fp32")
+    with_8bit = optimizers_that(lambda spec: spec.implementation_8bit)
+    yield Rule(
+        optim.states != "8bit" or bool(spec.implementation_8bit),
+        f"optim.states: 8bit is of {to_text(with_8bit)}, and optim.name={optim.name}; use "
+        f"{to_text(with_8bit, 'or')}, or optim.states fp32")
+    yield Rule(
+        optim.states != "8bit" or offload not in ("optimizer", "both"),
+        f"parallel.offload: {offload} does not move moments in 8 bits (optim.states); use none or "
+        "activations")
 
 
 def qk_clip_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -516,7 +525,7 @@ def qk_clip_rules(cfg: Config, world: int) -> Iterator[Rule]:
     if cfg.optim.qk_clip is None:
         return
     yield Rule(
-        cfg.optim.states == "fp32",
+        cfg.optim.states != "bf16",
         "optim.qk_clip: optim.states bf16 would round small changes of the scale of weights away; use fp32")
     mixers = [like.mixer for like in layer_models(cfg.model).values() if like.mixer.has_softmax]
     yield Rule(

@@ -132,6 +132,8 @@ CASES = [
     (having(train__global_batch=49), 4, "train.global_batch", True),
     (having(parallel__dp_rep=2), 4, "parallel.dp_rep", True),
     (having(optim__states="bf16", optim__name="lion"), 1, "optim.states", False),
+    (having(optim__states="8bit", optim__name="muon"), 1, "optim.states", False),
+    (having(optim__states="8bit", parallel__offload="both"), 1, "parallel.offload", False),
     (having(optim__qk_clip=100.0, optim__states="bf16"), 1, "optim.qk_clip", False),
     (having(optim__qk_clip=100.0, **MAMBA), 1, "optim.qk_clip", False),
     (having(optim__qk_clip=100.0, model__mixer__qk_norm="unweighted"), 1, "optim.qk_clip", False),

@@ -44,7 +44,7 @@ CELL_WORDS = {
     "model.mup.base": "mup or no-mup",
     "model.mup.head_dim": "mup or no-mup",
     "optim.name": " or ".join(name for name in OPTIMIZERS if name != OptimConfig.name),
-    "optim.states": "adamw-bf16 or no-adamw-bf16",
+    "optim.states": "adamw-bf16, adamw-8bit, no-adamw-bf16 or no-adamw-8bit",
     "optim.orthogonalize": "muon-polar or normuon-polar",
     "optim.qk_clip": "qk-clip or no-qk-clip",
     "model.vocab_multiple": "vocab128 or no-vocab128",
