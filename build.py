@@ -255,7 +255,7 @@ def clip_of_scores(
     """Create the extra of optim.qk_clip, if it is set."""
     if cfg.optim.qk_clip is None:
         return []
-    from optim.qk_clip import QKClip
+    from model.qk_clip import QKClip
 
     return [QKClip(cfg, stages.values(), buckets, mesh, device)]
 

@@ -26,7 +26,7 @@ ON_DEMAND = {
     "durable.rerun": "--train.rerun_every 1",
     "model.inside": "--log.inside_every 1", "runtime.inside": "--log.inside_every 1",
     "kernels.largest_score": "--log.inside_every 1", "model.watching": "--log.inside_every 1",
-    "optim.qk_clip": "--optim.qk_clip 100",
+    "model.qk_clip": "--optim.qk_clip 100",
     "optim.adamw_8bit": "--optim.states 8bit", "kernels.dynamic_codes": "--optim.states 8bit",
 }
 NEVER_HERE = {

@@ -143,7 +143,7 @@ def test_moments_are_not_converted(tmp_path, was, now):
     saved(World(), made("llama3-tiny", "bf16", was), tmp_path)
     ((_, path),) = store.committed_checkpoints(tmp_path)
     run, _ = begin(World(), made("llama3-tiny", "bf16", now))
-    with pytest.raises(ConfigError, match=f"^optim.states: .* was trained with {was}, not {now}; set it back"):
+    with pytest.raises(ConfigError, match=f"^optim.states: .* trained with {was}, not {now}; set it back"):
         state.load(run, store.quick_check(path))
     state.load_weights(run.buckets, path)  # checkpoint.init_from
 

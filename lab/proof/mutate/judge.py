@@ -173,7 +173,7 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
         ),
     ),
     (
-        "optim/qk_clip",
+        "model/qk_clip",
         (
             VerifyRun("llama3-tiny", 4, "tp4 qk-clip"),
             VerifyRun("deepseek-v3-tiny", 2, "cp2 qk-clip"),
