@@ -180,9 +180,11 @@ def build_run(
     ops = {one.microbatches: one.with_transfers[mesh.pp.index] for one in schedules}
     spikes = SpikeState(cfg.optim, device, mesh.world)
     beside = extras_of_step(cfg, made.buckets, mesh, spikes)
+    qk_clip = clip_of_scores(cfg, stages, made.buckets, mesh, device)
     inside = layer_statistics(cfg, stages, made.buckets, mesh, device)
     bounded = bounded_rows(cfg, stages, made.buckets, mesh, device)
-    extras = Extras([*inside, *bounded, *beside.extras])  # inside is inmost: it starts over with each forward
+    # inmost is what starts over with each forward; what follows the clip sees the weights that it leaves
+    extras = Extras([*qk_clip, *inside, *bounded, *beside.extras])
 
     return TrainingRun(
         cfg=cfg,
@@ -195,7 +197,7 @@ def build_run(
         steps=steps,
         loader=data,
         buckets=made.buckets,
-        optim=optimizer_class(cfg.optim.name)(cfg.optim, made.buckets, mesh),
+        optim=optimizer_class(cfg.optim.name, cfg.optim.states)(cfg.optim, made.buckets, mesh),
         learning_rate=learning_rates(phases, steps),
         schedules=ops,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
@@ -245,6 +247,17 @@ def extras_of_step(cfg: Config, buckets: list[Bucket], mesh: Mesh, spikes: Spike
         ema = WeightEMA(cfg.train.ema, buckets, mesh)
         extras.append(ema)
     return StepExtras(Extras(extras), noise_scale, ema)
+
+
+def clip_of_scores(
+    cfg: Config, stages: dict[int, PipelineStage], buckets: list[Bucket], mesh: Mesh, device: torch.device
+) -> list[Extra]:
+    """Create the extra of optim.qk_clip, if it is set."""
+    if cfg.optim.qk_clip is None:
+        return []
+    from model.qk_clip import QKClip
+
+    return [QKClip(cfg, stages.values(), buckets, mesh, device)]
 
 
 def layer_statistics(
@@ -337,9 +350,10 @@ def make_recording(pipeline: Pipeline, device: torch.device, buckets: list[Bucke
     return RecordedPipeline(pipeline, device, buckets)
 
 
-def optimizer_class(name: str) -> type[Optimizer]:
-    """Return the optimizer class registered in config/optimizers.py."""
-    return pkgutil.resolve_name(OPTIMIZERS[name].implementation)
+def optimizer_class(name: str, states: str = "fp32") -> type[Optimizer]:
+    """Return the optimizer class registered in config/optimizers.py, for this value of optim.states."""
+    spec = OPTIMIZERS[name]
+    return pkgutil.resolve_name(spec.implementation_8bit if states == "8bit" else spec.implementation)
 
 
 def check_device(cfg: Config, device: torch.device) -> None:

@@ -377,7 +377,10 @@ def must_match(key: str) -> bool:
 
 
 def is_switched(key: str, old: object, new: object) -> bool:
-    """Return whether setting or unsetting this key changes the training data, and that has happened."""
+    """Return whether setting or unsetting this key changes the training data, or moments that cannot be
+    converted, and that has happened."""
+    if key == "optim.states":
+        return "8bit" in (old, new)
     return key == "data.valid" and (old is None) != (new is None)
 
 
@@ -656,7 +659,8 @@ def without_new_moments(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedT
 def boxes_to_read(run: TrainingRun, moments: Moments) -> BoxedTensors:
     """Return the boxes that this rank reads, without PowerSGD state; it receives the rest in
     broadcast_all_to_replicas."""
-    return state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
+    flats = state_boxes(run.buckets, moments, read_shares(run.buckets))
+    return flats + run.optim.boxes() + run.routers.boxes()
 
 
 def bytes_to_read(run: TrainingRun) -> int:
@@ -707,7 +711,8 @@ def save_run(
 def boxes_to_save(run: TrainingRun) -> BoxedTensors:
     """Return the boxes that this rank writes, without PowerSGD's errors, which must be summed first."""
     shares = write_shares(run.buckets, run.mesh)
-    return state_boxes(run.buckets, get_moments(run), shares) + run.routers.boxes(each_once=True)
+    flats = state_boxes(run.buckets, get_moments(run), shares)
+    return flats + run.optim.boxes(each_once=True) + run.routers.boxes(each_once=True)
 
 
 def get_rank_boxes(run: TrainingRun) -> BoxedTensors:

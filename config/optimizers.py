@@ -25,6 +25,7 @@ class OptimizerSpec:
     needs_whole_matrices: hidden matrices get separate buckets and are updated as whole matrices.
     supports_offload: its state can live in host memory (parallel.offload).
     supports_bf16_states: it can round masters and moments to bf16 stochastically (optim.states).
+    implementation_8bit: the class that keeps its moments in 8 bits (optim.states), or "" if there is none.
     takes_sign: its update is the sign of a gradient, so noise around zero changes it by its full size.
     mup_power: under muP, the learning rate of a hidden matrix with r times the tuned width scales by
         r^-mup_power.
@@ -37,6 +38,7 @@ class OptimizerSpec:
     needs_whole_matrices: bool = False
     supports_offload: bool = False
     supports_bf16_states: bool = False
+    implementation_8bit: str = ""
     takes_sign: bool = False
     mup_power: float = 1.0
     why_no_mup: str = ""
@@ -57,6 +59,7 @@ OPTIMIZERS = {
         moments=2,
         supports_offload=True,
         supports_bf16_states=True,
+        implementation_8bit="optim.adamw_8bit:AdamW8bit",
     ),
     "muon": OptimizerSpec(  # AdamW updates everything except hidden matrices
         implementation="optim.muon:Muon",

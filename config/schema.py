@@ -248,6 +248,8 @@ class OptimConfig:
     groups: str | None = None  # rates of some parameters, by role or by pattern of names, separated by ";":
     #   "embedding: lr_factor 0.3, weight_decay 0; layers.*.attn.*: lr_factor 0.5"; lr_factor 0 freezes
     clip: Positive | None = 1.0  # largest global gradient norm; none: gradients are not clipped
+    qk_clip: Positive | None = None  # after a step in which the largest attention score of a head exceeds it,
+    #   the weights of its queries and keys are scaled down (MuonClip, arXiv 2507.20534: 100); none: never
     spike_sigma: Positive | None = None  # a step whose loss or gradient norm is more than this many standard
     #   deviations above the mean of the last spike_window applied steps is not applied (OLMo: 6); none: each
     #   finite step is applied
@@ -255,8 +257,9 @@ class OptimConfig:
     spike_rewind: Count | None = None  # after this many such steps in a row, rewind to the last checkpoint
     #   before them and skip their data (PaLM, arXiv 2204.02311); none: never
     spike_rewinds: Count = 3  # times that the run may rewind before the same steps; one more ends it (77)
-    states: Literal["fp32", "bf16"] = "fp32"  # dtype of master weights and moments; bf16 (of adamw) is
-    #   rounded stochastically (arXiv 2010.06192) and takes half the bytes
+    states: Literal["fp32", "bf16", "8bit"] = "fp32"  # of master weights and moments; bf16 (of adamw) is
+    #   rounded stochastically (arXiv 2010.06192) and takes half the bytes; 8bit (of adamw): moments in 8 bits
+    #   with a scale for each block (arXiv 2110.02861), masters in fp32
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The largest attention score of a layer, for its statistics: fused kernels never hold the scores."""
+"""The largest attention score of each head: fused kernels never hold the scores."""
 import torch
 from torch import Tensor
 
@@ -11,8 +11,8 @@ DEFAULT_CHUNK_SCORES = 1 << 24  # the same on other devices: 64 MiB in fp32
 
 
 @torch.no_grad()
-def largest_score(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -> Tensor:
-    """Return the largest score of a query and a key that it sees, a scalar in fp32 or better.
+def largest_scores(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -> Tensor:
+    """Return for each head [h] the largest score of a query and a key that it sees, in fp32 or better.
 
     q [b, s_q, h, d], k [b, s_k, g, d], h a multiple of g. The score is what the softmax gets, as `form` has
     it; sinks do not count. NaN if a score is NaN, -inf if no query sees a key.
@@ -20,7 +20,7 @@ def largest_score(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) ->
     b, s_q, h, d = q.shape
     s_k, groups = k.shape[1:3]
     dtype = accumulation_dtype(q.dtype)
-    largest = torch.full((), float("-inf"), dtype=dtype, device=q.device)
+    largest = torch.full((h,), float("-inf"), dtype=dtype, device=q.device)
     keys = k.to(dtype).permute(0, 2, 3, 1)  # [b, g, d, s_k]
     size = max(1, CHUNK_SCORES.get(q.device.type, DEFAULT_CHUNK_SCORES) // (b * h * s_k))  # queries
     for start in range(0, s_q, size):
@@ -33,5 +33,5 @@ def largest_score(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) ->
         products = queries.flatten(2, 3) @ keys[..., :end]  # [b, g, h/g n, end]
         products = products.view(b, h, n, end)
         visible = mask.part(first, n, mask.key_start, end).dense_mask  # [b or 1, 1, n, end]
-        largest = torch.maximum(largest, products.masked_fill_(~visible, float("-inf")).amax())
+        largest = torch.maximum(largest, products.masked_fill_(~visible, float("-inf")).amax((0, 2, 3)))
     return form.capped(largest / form.divisor(d))  # both keep the order of the products

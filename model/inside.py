@@ -37,22 +37,17 @@ from torch import Tensor, nn
 
 from config import Config, ModelConfig, is_due, layer_model, modules_ahead
 from kernels.activations import Activation
-from kernels.attention_mask import make_attention_mask
-from kernels.attention_scores import ScoreForm
 from kernels.expert_bias import members_of
 from kernels.grad import accumulation_dtype
-from kernels.largest_score import largest_score
 from kernels.router import RouterSums
-from model.attention import AttentionCore
 from model.block import MIXERS, MLPS, TransformerBlock
-from model.context import ForwardContext
 from model.describe import all_parameters
 from model.mlp import MLP
 from model.moe import Experts
 from model.norm import add_residual
 from model.router import Router, RouterInputs, has_experts, mixture
 from model.transformer import PipelineStage
-from parallel.context import zigzag
+from model.watching import LargestScores, replace_until
 from parallel.extras import StepExtra
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket
@@ -181,7 +176,6 @@ class LayerStatistics(StepExtra):
         self.dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no fp64
         self.latest: Tensor | None = None
         self.is_recorded = False  # the present step
-        self.in_forward = False
 
         # parameters
         places = parameter_places(model)
@@ -202,6 +196,8 @@ class LayerStatistics(StepExtra):
             UnitSite(block.layer, isinstance(module, Experts), module)
             for block in self.blocks for module in block.modules() if isinstance(module, (MLP, Experts))
         ]
+        self.scores = LargestScores(model, self.stages, mesh, device, self.dtype)
+        self.forward = self.scores.forward
         self.num_layers = model.layers + modules_ahead(model)
         experts = mixture(model)
         self.num_experts = 0 if experts is None else experts.experts
@@ -216,7 +212,7 @@ class LayerStatistics(StepExtra):
         zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
         self.outputs = zeros(self.num_layers, len(OUTPUTS), 2)  # sums of squares, numbers
         self.router_sums = zeros(self.num_layers, 2, self.num_experts)  # shares, counts
-        self.logits = zeros(self.num_layers).fill_(float("-inf"))
+        self.scores.start()
         self.opened: dict[UnitSite, Tensor] = {}  # int32 [units], above 0 if a token has opened it
 
     # ---- hooks of the step ---------------------------------------------------------------------------------
@@ -280,7 +276,7 @@ class LayerStatistics(StepExtra):
         rms = (outputs[..., 0] / outputs[..., 1]).sqrt()  # [layers, outputs]
         of_layers = {f"{name}_rms": rms[:, index] for index, name in enumerate(OUTPUTS)}
         of_layers["dead_units"] = units[:, 0] / units[:, 1]
-        of_layers["largest_logit"] = comm.all_gather(self.logits[None], self.mesh.world).amax(0)
+        of_layers["largest_logit"] = self.scores.over_ranks(self.mesh.world).amax(1)
         if self.num_experts:
             shares, counts = routers.unbind(1)
             mean = shares / shares.sum(-1, keepdim=True)
@@ -317,17 +313,12 @@ class LayerStatistics(StepExtra):
     def watching(self) -> Iterator[None]:
         """Watch the forward passes inside."""
         with contextlib.ExitStack() as undo:
-            for stage in self.stages:
-                undo.callback(stage.register_forward_pre_hook(self.begin_forward).remove)
-                undo.callback(stage.register_forward_hook(self.end_forward).remove)
+            undo.enter_context(self.scores.watching())
             for block in self.blocks:
                 for index, module in enumerate((block, block.mixer, block.mlp)):
                     if module is not None:
                         note = partial(self.note_output, block.layer, index)
                         undo.callback(module.register_forward_hook(note).remove)
-                core = getattr(block.mixer, "core", None)
-                if isinstance(core, AttentionCore):
-                    replace_until(undo, block.mixer, "core", partial(self.attend, block.layer, core))
             for site in self.sites:
                 if isinstance(site.module, Experts):
                     self.watch_experts(site, site.module, undo)
@@ -339,17 +330,11 @@ class LayerStatistics(StepExtra):
                     replace_until(undo, router, "losses", partial(self.route, router, router.losses))
             yield
 
-    def begin_forward(self, *_: Any) -> None:
-        self.in_forward = True
-
-    def end_forward(self, *_: Any) -> None:
-        self.in_forward = False
-
     @torch.no_grad()
     def note_output(self, layer: int, index: int, _: nn.Module, inputs: Any, output: Any) -> None:
         """Add the output of a block, mixer or MLP. tp ranks that hold the same tokens all add them, to both
         sums, whose ratio is then the same."""
-        if not self.in_forward:
+        if not self.forward.is_on:
             return
         if index == OUTPUTS.index("block"):
             y = add_residual(*output[:2])
@@ -359,28 +344,18 @@ class LayerStatistics(StepExtra):
         sums[0].add_(length_of(y, y.dtype).to(self.dtype).square())
         sums[1].add_(y.numel())
 
-    def attend(
-        self, layer: int, core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attend, and look at the scores."""
-        if self.in_forward:
-            largest = largest_logit(core, q.detach(), k.detach(), context).to(self.dtype)
-            self.logits[layer].copy_(torch.maximum(self.logits[layer], largest))
-        return core(q, k, v, context, sinks)
-
     def route(
         self, router: Router, losses: Callable[..., Any], sums: RouterSums, inputs: RouterInputs
     ) -> Any:
         """Compute the losses of a router, and look at its sums."""
-        if self.in_forward:
+        if self.forward.is_on:
             self.router_sums[router.layer] += torch.stack((sums.shares.sum(0), sums.counts.sum(0)))
         return losses(sums, inputs)
 
     @torch.no_grad()
     def note_units(self, site: UnitSite, _: nn.Module, inputs: Any, gate_up: Tensor) -> None:
         """Look at the inputs of an MLP's activation [b, s, 2f/tp], without a gate [b, s, f/tp]."""
-        if self.in_forward:
+        if self.forward.is_on:
             gate = gate_up.detach()[..., :site.module.down.weight.spec.shape[1]]
             self.open_units(site, ~(gate.flatten(0, -2).amax(0) <= 0))  # NaN opens a unit
 
@@ -390,14 +365,14 @@ class LayerStatistics(StepExtra):
 
         @torch.no_grad()
         def begin(_: nn.Module, inputs: tuple[Any, Any]) -> None:
-            if not self.in_forward:
+            if not self.forward.is_on:
                 return
             rows, counts = inputs
             is_filled = (rows.probs.detach() != 0).to(accumulation_dtype(rows.x.dtype))
             members[:] = [members_of(counts, len(rows.probs), is_filled, is_filled)]  # [r, experts]
 
         def look(function: Callable[..., Tensor], gate_up: Tensor, *args: Any) -> Tensor:
-            if self.in_forward:
+            if self.forward.is_on:
                 width = experts.down.spec.shape[1]
                 positive = (gate_up.detach()[:, :width] > 0).to(members[0].dtype)  # [r, f/etp]
                 self.open_units(site, (members[0].t() @ positive).flatten() > 0)
@@ -443,29 +418,6 @@ def length_of(x: Tensor, compute_dtype: torch.dtype) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=accumulation_dtype(compute_dtype))
 
 
-def largest_logit(core: AttentionCore, q: Tensor, k: Tensor, context: ForwardContext) -> Tensor:
-    """Return the largest score of this rank's queries q [b, s/cp, h, d] with the keys k [b, s/cp, g, d] that
-    they see, of all cp ranks: the keys are gathered.
-    """
-    is_sharded = context.sequence_is_sharded and core.cp.size > 1
-    if is_sharded:
-        k = zigzag.unshard_sequence(comm.all_gather(k[None], core.cp))
-    s = k.shape[1]
-    mask = make_attention_mask(
-        0, s, 0, s, core.view.window, context.documents, q.device, chunk=core.view.chunk
-    )
-    form = ScoreForm(core.scale, core.softcap)
-    if not is_sharded:
-        return largest_score(q, k, mask, form)
-    size = s // (2 * core.cp.size)
-    largest: list[Tensor] = []
-    for chunk, queries in zip(zigzag.chunks_of_rank(core.cp.index, core.cp.size), q.chunk(2, 1)):
-        start = chunk * size
-        part = mask.part(start, size, 0, start + size)
-        largest.append(largest_score(queries, k[:, :start + size], part, form))
-    return torch.maximum(*largest)
-
-
 def watched(activation: Activation, look: Callable[..., Tensor]) -> Activation:
     """Return the activation with both of its functions called through look(function, x, *args)."""
     weighted = activation.weighted
@@ -473,11 +425,3 @@ def watched(activation: Activation, look: Callable[..., Tensor]) -> Activation:
         function=partial(look, activation.function),
         weighted=None if weighted is None else partial(look, weighted),
     )
-
-
-def replace_until(undo: contextlib.ExitStack, owner: nn.Module, name: str, value: object) -> None:
-    """Set an attribute of a module until the stack is closed."""
-    is_own = name in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    undo.callback(partial(setattr, owner, name, before) if is_own else partial(delattr, owner, name))

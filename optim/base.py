@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from config import OptimConfig
+from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import UpdateRange
 from parallel.sharding.views import Moments
@@ -60,6 +61,13 @@ class Optimizer:
     def state(self) -> Moments:
         """Return the state that a checkpoint stores in addition to the master weights."""
         return self.moments
+
+    def boxes(self, each_once: bool = False) -> list[tuple[Box, Tensor]]:
+        """Return [(box, view)] of what a checkpoint stores besides: what has not a number for each weight.
+
+        each_once: omit what another rank returns.
+        """
+        return []
 
     @torch.no_grad()
     def step(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:

@@ -10,7 +10,8 @@ the compute dtype and the accumulation dtype.
     3      P c / N   P g / N          P g / N     2 P g / N     + the full weights of at most 3 parts
 
 Compressed weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype. With optim.states
-bf16, masters and moments have 2 bytes per element instead of g, and bf16 weights are their own masters.
+bf16, masters and moments have 2 bytes per element instead of g, and bf16 weights are their own masters; with
+8bit, each of the two moments has 1 byte per element and g for each block.
 PowerSGD keeps its errors, P g, in addition to the gradients; train.ema keeps an average with g bytes per
 element for each master. config/optimizers.py says how many moments an optimizer has. Frozen parameters
 (optim.groups) have weights alone.
@@ -23,6 +24,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from config import OPTIMIZERS
+from kernels.dynamic_codes import block_size
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
 from plan.buckets import PlannedBucket, buckets, trained_buckets, unique_buckets
@@ -56,7 +58,7 @@ def state_bytes(job: Job) -> dict[str, int]:
         "weights": weight_bytes * sum(of_weights),
         "masters": on_device * masters,
         "gradients": grad_bytes * (sum(of_grads) + errors),
-        "optimizer": on_device * moment_elements(job, every) + (ema_bytes(job, every) if on_device else 0),
+        "optimizer": moment_bytes(job, every) + ema_bytes(job, every) if on_device else 0,
     }
 
 
@@ -79,11 +81,11 @@ def kept_bytes(job: Job) -> int:
 def trained_bytes(job: Job, every: list[PlannedBucket]) -> int:
     """Return the bytes of masters, moments and their average of these buckets."""
     owned = sum(bucket.shard_size for bucket in every)
-    return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job, every)
+    return master_bytes(job) * owned + moment_bytes(job, every) + ema_bytes(job, every)
 
 
 def master_bytes(job: Job) -> int:
-    """Return the bytes per element of masters and moments."""
+    """Return the bytes per element of masters, and of moments that do not have 8 bits."""
     return 2 if job.cfg.optim.states == "bf16" else accumulation_bytes(job.cfg.train.dtype)
 
 
@@ -95,9 +97,27 @@ def ema_bytes(job: Job, every: Iterable[PlannedBucket]) -> int:
     return accumulation_bytes(job.cfg.train.dtype) * owned
 
 
-def moment_elements(job: Job, every: Iterable[PlannedBucket]) -> int:
+def moment_bytes(job: Job, every: Iterable[PlannedBucket]) -> int:
+    """Return the bytes of the moments; in 8 bits (optim.states), of their codes and scales."""
     optimizer = OPTIMIZERS[job.cfg.optim.name]
-    return sum(bucket.shard_size * optimizer.moments_for(bucket.is_hidden) for bucket in every)
+    nbytes = 0
+    for bucket in every:
+        of_moment = master_bytes(job) * bucket.shard_size
+        if job.cfg.optim.states == "8bit":
+            of_moment = bucket.shard_size + master_bytes(job) * num_scales(bucket)
+        nbytes += of_moment * optimizer.moments_for(bucket.is_hidden)
+    return nbytes
+
+
+def num_scales(bucket: PlannedBucket) -> int:
+    """Return the number of blocks in the owned elements (optim/adamw_8bit.py)."""
+    blocks = 0
+    for spec, offset in zip(bucket.specs, bucket.offsets):
+        for box in spec.boxes:
+            end = min(offset + box.volume, bucket.shard_end)
+            blocks += max(0, end - max(offset, bucket.shard_start)) // block_size(box.shape)
+            offset += box.volume
+    return blocks
 
 
 def has_separate_master(job: Job, bucket: PlannedBucket) -> bool:

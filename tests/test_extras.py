@@ -25,7 +25,9 @@ ON_DEMAND = {
     "parallel.pipeline.graphs": "--train.cuda_graphs true", "runtime.profile": "--profile.steps 1",
     "durable.rerun": "--train.rerun_every 1",
     "model.inside": "--log.inside_every 1", "runtime.inside": "--log.inside_every 1",
-    "kernels.largest_score": "--log.inside_every 1",
+    "kernels.largest_score": "--log.inside_every 1", "model.watching": "--log.inside_every 1",
+    "model.qk_clip": "--optim.qk_clip 100",
+    "optim.adamw_8bit": "--optim.states 8bit", "kernels.dynamic_codes": "--optim.states 8bit",
 }
 NEVER_HERE = {
     "durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow",

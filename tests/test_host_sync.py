@@ -104,6 +104,7 @@ LAYOUTS = [
     "--parallel.zero 1 --parallel.dp_rep 2", "--parallel.compress int8", "--parallel.compress powersgd",
     "--parallel.reduce ring", "--model.tied true --parallel.pp 2",
     "--log.inside_every 1 --parallel.cp 2 --parallel.zero 3", "--log.inside_every 1 --parallel.tp 2",
+    "--optim.qk_clip 1 --parallel.cp 2 --parallel.zero 1",
 ]
 
 
@@ -152,6 +153,7 @@ CASES = [
     "--model.mixer.qk_norm head --parallel.recompute selective --parallel.recompute_parts core,norm,act",
     "--parallel.schedule zb-h1", "--train.dtype fp16", "--optim.name muon", "--optim.name lamb",
     "--optim.name normuon --optim.orthogonalize polar-express",
+    "--optim.qk_clip 1", "--optim.states 8bit",
     "--optim.name lars", "--optim.name lion", "--optim.name sgd", "--model.mtp.modules 1",
     "--model.positions learned --model.mixer.rope none --model.mixer.bias all --model.norm.kind layernorm "
     "--model.mlp.activation gelu --model.mlp.bias true --model.tied true",

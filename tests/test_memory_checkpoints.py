@@ -377,10 +377,11 @@ MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after,
     "experts": ("ep2", "dp2 zero0", MIXTURE),
     "sums of errors": ("dp2 zero0", "dp4 zero0", "--parallel.compress powersgd"),
     "rounded states": ("dp2 zero1", "tp2 pp2", "--optim.states bf16"),
+    "moments in 8 bits": ("dp2 zero1", "tp2 pp2", "--optim.states 8bit"),
     "matrices of Muon": ("tp2 pp2", "dp4 zero0", "--optim.name muon"),
     "rows of NorMuon": ("tp2 pp2", "dp4 zero1", "--optim.name normuon"),
 }
-INEXACT = {"sums of errors", "rounded states"}  # another layout sums, or rounds, other numbers
+INEXACT = {"sums of errors", "rounded states", "moments in 8 bits"}  # another layout sums, or rounds, other numbers
 
 
 def tensors_of(checkpoint):

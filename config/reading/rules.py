@@ -25,6 +25,7 @@ from config import (
 )
 from config.axes import AXES, axis_degrees, ranks_of_layout, ranks_of_microbatch
 from config.optimizers import optimizers_that, to_text
+from config.parameter_groups import freezes
 from config.reading.function import (
     BY_TEXT,
     FUNCTION_KEYS,
@@ -448,6 +449,7 @@ def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"parallel.zero={parallel.zero}, which allocates and frees buffers in a step": parallel.zero > 1,
         "log.noise_scale, which reads gradients between two microbatches": cfg.log.noise_scale,
         "log.inside_every, which looks into the forward of some steps": cfg.log.inside_every is not None,
+        "optim.qk_clip, which looks into the forward": cfg.optim.qk_clip is not None,
     }
     for obstacle, is_present in obstacles.items():
         yield Rule(
@@ -505,10 +507,45 @@ def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"parallel.offload: {offload} supports the state of {with_offload} only, and optim.name is "
         f"{optim.name}; use none or activations")
     yield Rule(
-        optim.states == "fp32" or spec.supports_bf16_states,
+        optim.states != "bf16" or spec.supports_bf16_states,
         f"optim.states: only {to_text(with_bf16)} rounds bf16 states stochastically, and rounding to "
         f"nearest would lose small updates of optim.name={optim.name}; use {to_text(with_bf16, 'or')}, "
         "or optim.states fp32")
+    with_8bit = optimizers_that(lambda spec: spec.implementation_8bit)
+    yield Rule(
+        optim.states != "8bit" or bool(spec.implementation_8bit),
+        f"optim.states: 8bit is of {to_text(with_8bit)}, and optim.name={optim.name}; use "
+        f"{to_text(with_8bit, 'or')}, or optim.states fp32")
+    yield Rule(
+        optim.states != "8bit" or offload not in ("optimizer", "both"),
+        f"parallel.offload: {offload} does not move moments in 8 bits (optim.states); use none or "
+        "activations")
+
+
+def qk_clip_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check optim.qk_clip: scores must follow the scale of the projections that it changes."""
+    if cfg.optim.qk_clip is None:
+        return
+    yield Rule(
+        cfg.optim.states != "bf16",
+        "optim.qk_clip: optim.states bf16 would round small changes of the scale of weights away; use fp32")
+    yield Rule(
+        not freezes(cfg),
+        "optim.qk_clip: it scales weights that may be frozen (lr_factor 0 in optim.groups, model.lora); leave "
+        "one of them out")
+    mixers = [like.mixer for like in layer_models(cfg.model).values() if like.mixer.has_softmax]
+    yield Rule(
+        bool(mixers),
+        "optim.qk_clip: no layer of the model has attention scores; leave it out")
+    obstacles = {
+        "model.mixer.qk_norm, after which scores do not depend on the scale of weights": "qk_norm",
+        "model.mixer.softcap, which bounds scores itself": "softcap",
+        "model.mixer.keys_of, whose keys belong to heads of several layers": "keys_of",
+    }
+    for obstacle, key in obstacles.items():
+        yield Rule(
+            all(getattr(mixer, key, None) is None for mixer in mixers),
+            f"optim.qk_clip: not possible with {obstacle}; leave one of them out")
 
 
 def batch_rate_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -810,6 +847,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     cuda_graph_rules,
     rerun_rules,
     optimizer_state_rules,
+    qk_clip_rules,
     adapter_rules,
     group_rules,
     batch_rate_rules,

@@ -43,7 +43,9 @@ LAYOUT = {
     "zero": (0, 1, 2, 3),
 }
 MUP_BASE = 16
+QK_CLIP = 0.01  # below the largest score of most heads in every step of a tiny model
 WITH_BF16_STATES = {f"{name}-bf16": name for name in optimizers_that(lambda spec: spec.supports_bf16_states)}
+WITH_8BIT_STATES = {f"{name}-8bit": name for name in optimizers_that(lambda spec: spec.implementation_8bit)}
 WITH_POLAR_EXPRESS = {  # other values of "name": an optimizer that orthogonalizes by other polynomials
     f"{name}-polar": name for name in optimizers_that(lambda spec: "orthogonalize" in spec.keys)
 }
@@ -62,10 +64,11 @@ SWITCHES = {  # the first value of each is the default
     "pack": ("stream", "best_fit"),
     "valid": (None, "long"),  # a corpus of lab/proof/verify/tiny_config.py
     "capacity": (None, 1.0, "padded"),
-    "name": (*OPTIMIZERS, *WITH_BF16_STATES, *WITH_POLAR_EXPRESS),
+    "name": (*OPTIMIZERS, *WITH_BF16_STATES, *WITH_8BIT_STATES, *WITH_POLAR_EXPRESS),
     "mup": (None, MUP_BASE),
     "fp8": (None, "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"),
     "ema": (None, 0.9),
+    "qk_clip": (None, QK_CLIP),
     "async_save": (False, True),
     "vocab_multiple": (32, 128),  # with 128, padding takes a quarter of the rows for 257 ids: whole shards
     "geometry": ("small", "wide"),
@@ -89,6 +92,7 @@ EXPANDED_VALUES: dict[tuple[str, object], Values] = {
     ("capacity", "padded"): {"model.mlp.capacity": CapacityConfig(factor=1.0, pad=True)},
     # states in bf16, arithmetic in fp64: the rounding depends on names and element indices only
     **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
+    **{("name", word): {"name": name, "states": "8bit"} for word, name in WITH_8BIT_STATES.items()},
     **{
         ("name", word): {"name": name, "orthogonalize": "polar-express"}
         for word, name in WITH_POLAR_EXPRESS.items()
@@ -204,6 +208,7 @@ SECTION = {
     "name": "optim",
     "states": "optim",
     "orthogonalize": "optim",
+    "qk_clip": "optim",
     "async_save": "checkpoint",
 }
 
@@ -443,23 +448,25 @@ def check_provable(cfg: Config) -> None:
         )
 
     optimizer = cfg.optim.name
-    if not OPTIMIZERS[optimizer].takes_sign:
+    if cfg.optim.states == "8bit":
+        meets_noise = "optim.states: 8bit rounds moments beside the largest of a block"
+    elif OPTIMIZERS[optimizer].takes_sign:
+        meets_noise = f"optim.name: {optimizer} takes the sign of a gradient"
+    else:
         return
     if parallel.compress == "powersgd":
         raise ConfigError(
-            f"optim.name: {optimizer} takes the sign of a gradient, and where that is zero PowerSGD's "
-            "factors leave their rounding errors"
+            f"{meets_noise}, and where gradients are zero PowerSGD's factors leave their rounding errors"
         )
     mixers = {type(each.mixer) for each in layer_models(model).values()}
     if cfg.data.doc_mask and mixers & {MambaConfig, DeltaConfig}:
         raise ConfigError(
-            f"optim.name: {optimizer} takes the sign of a gradient, and with data.doc_mask the sums of "
-            "decays in such a mixer leave rounding errors where a document without targets has none"
+            f"{meets_noise}, and with data.doc_mask the sums of decays in such a mixer leave rounding errors "
+            "where a document without targets has none"
         )
     if getattr(model.mixer, "bias", None) and model.mixer.rope is None:
         raise ConfigError(
-            f"optim.name: {optimizer} takes the sign of a gradient, and that of a k bias without RoPE is "
-            "noise around zero"
+            f"{meets_noise}, and the gradient of a k bias without RoPE is noise around zero"
         )
 
 

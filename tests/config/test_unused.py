@@ -78,7 +78,7 @@ READ = {
     "embed_scale embed_norm logit_scale logit_cap tied dropout init_std",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
-    "optim": "name lr warmup decay decay_steps weight_decay groups clip spike_sigma",
+    "optim": "name lr warmup decay decay_steps weight_decay groups clip qk_clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages elastic auto",
     "data": "path tokenizer eod bos dtype valid doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",

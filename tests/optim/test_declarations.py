@@ -43,6 +43,13 @@ def test_the_class_keeps_what_the_row_says(name):
         assert {moment.shape for moment in moments} == {bucket.weights.master.shape}
         assert len(moments) == spec.moments_for(bucket.is_hidden), bucket
     assert any(bucket.is_hidden for bucket in run.buckets) == spec.needs_whole_matrices
+    if spec.implementation_8bit:
+        run = build_run(with_optimizer(name, states="8bit"), Mesh.single(), torch.device("cpu"), None, 10)
+        assert type(run.optim) is optimizer_class(name, "8bit") is not optimizer_class(name)
+        assert len(run.optim.state()) == spec.moments
+    else:
+        with pytest.raises(ConfigError, match=f"^optim.states: 8bit is of .* optim.name={name}; use "):
+            check_rules(with_optimizer(name, states="8bit"))
 
 
 @pytest.mark.slow(every=2)

@@ -107,7 +107,8 @@ def updated(world: World, cfg, chunk: int = 0) -> list:
                 part.copy_(whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size))])
         run.optim.step(step, 1e-2, torch.tensor(0.5), YES)
     assert all(torch.equal(b.weights.local, b.weights.master.to(b.weights.local.dtype)) for b in run.buckets)
-    return [(box, part.clone()) for box, part in state.state_boxes(run.buckets, run.optim.state())]
+    boxes = state.state_boxes(run.buckets, run.optim.state()) + run.optim.boxes()
+    return [(box, part.clone()) for box, part in boxes]
 
 
 @pytest.mark.slow(every=16)

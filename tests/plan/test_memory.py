@@ -53,6 +53,7 @@ def held(world, cfg):
     every = [b for b in run.buckets if b.trains]
     averages = [] if run.ema is None else run.ema.averages
     state = [*averages, *(flat for flats in run.optim.state().values() for flat in flats)]
+    state += [tensor for _, tensor in run.optim.boxes()]
     masters = [b.weights.master for b in every if b.weights.master is not b.weights.local]
     host = []
     if every[0].sharding.offload_master:
@@ -112,6 +113,11 @@ STATES = [
     (LLAMA, dict(offload="optimizer"), {"optim.groups": FROZEN}),
     *((LLAMA, dict(zero=z, tp=2, sp=z > 0), {"model.lora": ADAPTERS}) for z in range(4)),
     (LLAMA, dict(zero=2, compress_weights="int8"), {"optim.groups": FROZEN}),
+    *(
+        (LLAMA, parallel, {"optim.states": "8bit"})
+        for parallel in (dict(), dict(zero=1, tp=2), dict(zero=3), dict(zero=2, compress_weights="int8"))
+    ),
+    (MIXTURE, dict(zero=1, ep=2), {"optim.states": "8bit"}),
     (LLAMA, dict(tp=4), {"model.mixer.kv_heads": 2}),
     (LLAMA, dict(tp=4, sp=True, zero=3), {"model.mixer.kv_heads": 2}),
 ]

@@ -173,6 +173,13 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
         ),
     ),
     (
+        "model/qk_clip",
+        (
+            VerifyRun("llama3-tiny", 4, "tp4 qk-clip"),
+            VerifyRun("deepseek-v3-tiny", 2, "cp2 qk-clip"),
+        ),
+    ),
+    (
         "optim/lamb",
         (
             VerifyRun("llama3-tiny", 2, "dp2 zero1 lamb"),

@@ -45,6 +45,7 @@ def words(values: Values, world: int) -> list[str]:
         ("mup", values["mup"] is not None),
         (values["recompute"], values["recompute"] != "none"),
         ("ema", values["ema"] is not None),
+        ("qk-clip", values["qk_clip"] is not None),
         ("async", values["async_save"]),
         (f"vocab{values['vocab_multiple']}", values["vocab_multiple"] != 32),
         ("wide", values["geometry"] == "wide"),
