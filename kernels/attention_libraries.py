@@ -81,10 +81,10 @@ class Library:
     name is for messages. chips are major compute capabilities. head_dims accepts those of keys and values.
     function takes whole sequences, with or without a window; None if there is none. packed_function takes
     packed documents, with or without a window. windows and softcap: it supports these. lse: it returns the
-    logsumexp, and its backward takes the gradient of it. any_mask: it takes each AttentionMask as it is, whole
-    sequences included. deterministic: it can be asked for bitwise reproducible results. fits: whether it takes
-    such documents with this total number of tokens. why_not: why the installed version cannot be used at all;
-    None if it can.
+    logsumexp, and its backward takes the gradient of it. any_mask: it takes each AttentionMask as it is,
+    whole sequences included. deterministic: it can be asked for bitwise reproducible results. fits: whether
+    it takes such documents with this total number of tokens. why_not: why the installed version cannot be
+    used at all; None if it can.
     """
     name: str
     module: str

@@ -6,15 +6,12 @@ A code stands for a value between -1 and 1, or 0 and 1, times the block's scale,
 number of a block has no error unless it is negative (-0.993 is the least value).
 """
 from functools import lru_cache
-from math import gcd, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 DECADES = 7
-MAX_BLOCK = 64  # elements; divides the alignment of ZeRO's shards (parallel/sharding/packing.py)
-TP_PARTS = 8  # equal parts of a row, or of a vector, that cut no block
 
 
 class CodeBook(NamedTuple):
@@ -22,12 +19,6 @@ class CodeBook(NamedTuple):
     values: Tensor
     borders: Tensor
     zero: int
-
-
-def block_size(shape: tuple[int, ...]) -> int:
-    """Return the elements of a block of a whole tensor of this shape: a part of a row, or of a vector."""
-    row = prod(shape[1:]) if len(shape) > 1 else shape[0]
-    return gcd(row // TP_PARTS, MAX_BLOCK) if row % TP_PARTS == 0 else 1
 
 
 @lru_cache(maxsize=8)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from config import ConfigError, OptimConfig
 from kernels.adam import AdamWStep, adamw_reference
-from kernels.dynamic_codes import block_size, code_book, decode, encode
+from kernels.dynamic_codes import code_book, decode, encode
 from optim.base import Optimizer, decoupled_rates
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
+from parallel.sharding.packing import block_size
 from parallel.sharding.slots import UpdateRange
 from parallel.sharding.views import get_slot_boxes
 from parallel.topology.mesh import Mesh

@@ -24,9 +24,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from config import OPTIMIZERS
-from kernels.dynamic_codes import block_size
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
+from parallel.sharding.packing import block_size
 from plan.buckets import PlannedBucket, buckets, trained_buckets, unique_buckets
 from plan.bytes import boundary_bytes, shared_key_bytes
 from plan.job import Job, has_row_bound

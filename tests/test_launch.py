@@ -40,9 +40,9 @@ def run(tmp_path, args, world=2, **how):
 def old_reasons(tmp_path):
     """Left by an earlier start, which had more ranks."""
     (tmp_path / "run").mkdir()
-    names = ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json", "stacks.rank9.txt", "flight/rank_9")
     (tmp_path / "run" / "flight").mkdir()
-    for name in names:
+    names = ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json")
+    for name in (*names, "stacks.rank9.txt", "flight/rank_9"):
         (tmp_path / "run" / name).write_text('{"code": 0, "reason": "finished", "requeue": false, "rank": 0}')
 
 

@@ -381,7 +381,7 @@ MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after,
     "matrices of Muon": ("tp2 pp2", "dp4 zero0", "--optim.name muon"),
     "rows of NorMuon": ("tp2 pp2", "dp4 zero1", "--optim.name normuon"),
 }
-INEXACT = {"sums of errors", "rounded states", "moments in 8 bits"}  # another layout sums, or rounds, other numbers
+INEXACT = {"sums of errors", "rounded states", "moments in 8 bits"}  # another layout sums, or rounds, others
 
 
 def tensors_of(checkpoint):

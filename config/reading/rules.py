@@ -531,8 +531,8 @@ def qk_clip_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "optim.qk_clip: optim.states bf16 would round small changes of the scale of weights away; use fp32")
     yield Rule(
         not freezes(cfg),
-        "optim.qk_clip: it scales weights that may be frozen (lr_factor 0 in optim.groups, model.lora); leave "
-        "one of them out")
+        "optim.qk_clip: it scales weights that may be frozen (lr_factor 0 in optim.groups, model.lora); "
+        "leave one of them out")
     mixers = [like.mixer for like in layer_models(cfg.model).values() if like.mixer.has_softmax]
     yield Rule(
         bool(mixers),

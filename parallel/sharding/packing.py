@@ -7,10 +7,12 @@
 """
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd, prod
 
 # In elements. Slots and shards start on a cache line in every dtype. Where blocks of elements share a scale
 # (parallel/wire/compress.py), the alignment is the size of a block.
 ALIGNMENT = 64
+TP_PARTS = 8  # equal parts of a row, or of a vector, that cut no block of it
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,10 @@ def equal_part(size: int, part: int, num_parts: int, grain: int) -> range:
     num_grains = -(-size // grain)
     first, end = (num_grains * index // num_parts for index in (part, part + 1))
     return range(min(first * grain, size), min(end * grain, size))
+
+
+def block_size(shape: Sequence[int]) -> int:
+    """Return the elements of a row, or of a vector, that share a scale (optim/adamw_8bit.py), for the whole
+    tensor: a power of two. ZeRO cuts none, since it divides ALIGNMENT and the rows of a rank."""
+    row = prod(shape[1:]) if len(shape) > 1 else shape[0]
+    return gcd(row // TP_PARTS, ALIGNMENT) if row % TP_PARTS == 0 else 1

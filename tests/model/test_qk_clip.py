@@ -34,7 +34,8 @@ def made(name, **keys):
     """(run, its microbatches) of a tiny model in one process; biases and norms are not what they begin
     with."""
     keys = {key.replace("__", "."): value for key, value in keys.items()}
-    keys = {"optim.qk_clip": 1e-3, "train.dtype": "fp64", "model.init_std": 0.1, "model.layers": 2, **STILL, **keys}
+    usual = {"optim.qk_clip": 1e-3, "train.dtype": "fp64", "model.init_std": 0.1, "model.layers": 2}
+    keys = {**usual, **STILL, **keys}
     cfg = with_values(tiny_config(name), keys)
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), DATA, cfg.train.steps)
     stream = torch.Generator().manual_seed(1)
@@ -119,7 +120,7 @@ def test_what_is_computed_with_and_averaged_is_clipped_too(dtype, zero):
 
 
 def test_statistics_of_a_step_see_what_the_clip_leaves():
-    """log.inside_every: the update is the optimizer's and the clip's; its scores are those that are clipped."""
+    """log.inside_every: the update is the optimizer's and the clip's; scores are those that are clipped."""
     run, batches = made("llama3-tiny", log__inside_every=1)
     before, first = masters(run), scores(run, batches)
     train_step(run, 1, batches)

@@ -11,9 +11,10 @@ from test_states import begin, loaded, made, saved, updated
 from checkpoint import state
 from checkpoint.disk import store
 from config import ConfigError
-from kernels.dynamic_codes import block_size, code_book, decode, encode
+from kernels.dynamic_codes import code_book, decode, encode
 from optim.adamw_8bit import box_of_scales
 from parallel.sharding.boxes import Box
+from parallel.sharding.packing import block_size
 from parallel.wire.world import World
 
 
