@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, Tree
+from config import Config, Tree
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
 from config.parameter_groups import freezes
 from config.reading import Phase, get_phases
@@ -36,8 +36,8 @@ from config.reading.phases import change_lines
 from config.tree import plain_data
 from config.version import VERSION
 from model.router import mixture
-from plan.count import trained_parameters
 from parallel.wire import clock
+from plan.count import trained_parameters
 from runtime.console import (
     Console,
     byte_count,
