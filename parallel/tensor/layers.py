@@ -138,13 +138,11 @@ class ColumnLinear(nn.Module):
             self.bias = parameter(ParameterSpec(tuple(biases), "bias"))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.multiply(x)
+        if self.scaling is None:
+            y = linear(x, self.weight, self.bias, self.region)
+        else:
+            y = scaled_linear(x, self.weight, self.bias, self.region, self.scaling)
         return y if self.adapter is None else y + self.adapter(x)
-
-    def multiply(self, x: Tensor) -> Tensor:
-        if self.scaling is not None:
-            return scaled_linear(x, self.weight, self.bias, self.region, self.scaling)
-        return linear(x, self.weight, self.bias, self.region)
 
 
 class SharedHeadsLinear(nn.Module):
@@ -228,11 +226,14 @@ class RowLinear(nn.Module):
         self.bias = replicated_vector(f"{key}.bias", m, "bias", is_partial=sp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.summed(x)
+        if self.region is None and self.scaling is None:
+            y = linear(x, self.weight, self.bias)
+        else:
+            y = self.summed(x)
         return y if self.adapter is None else y + self.adapter(x)
 
     def summed(self, x: Tensor) -> Tensor:
-        """Return the output without that of an adapter."""
+        """Return the output over tp, or in 8 bits, without that of an adapter."""
         if self.region is None:
             return self.multiply(x, self.bias)
         if self.region.is_async:
