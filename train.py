@@ -3,7 +3,7 @@
     python train.py [NAME] [--config FILE] [--section.field VALUE ...]   NAME: a recipe; without: quickstart
     python -m scripts.launch --nproc 8 -- NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
     python train.py --list                                               every recipe with its size and shape
-    python train.py NAME --help [SECTION | WORD]                         every key: type, meaning, default
+    python train.py NAME --help [SECTION | WORD | all]                   keys: type, meaning, default
     python train.py NAME --dry-run --world N                             a step of N ranks, without them
 
 One step and the loop around it, top to bottom. Optional features are not here: each is an Extra in its own

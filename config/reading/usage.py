@@ -1,4 +1,7 @@
-"""The text of train.py --help: every key with its type, meaning and value.
+"""The text of train.py --help: keys with their types, meanings and values.
+
+--help alone shows the keys that most runs set, those of MOST_SET; with a section, a word or `all` it shows
+all that match.
 
 Everything is read from the classes that define the keys: the comment of a key is its meaning, and its
 annotation is the type that parse_value parses. So the help cannot disagree with the parser.
@@ -19,10 +22,27 @@ from config.reading.parse import defaults, sections
 from config.tree import field_types, get_kind, has_path
 
 USAGE = """usage: python train.py [NAME] [--config FILE] [--section.key VALUE ...]
-       python train.py [NAME] --help [SECTION | WORD]   some keys only
-       python train.py --list                           every recipe (NAME)
-       python train.py NAME --dry-run --world N         a step without its ranks
+       python train.py [NAME] --help               the keys that most runs set
+       python train.py [NAME] --help SECTION|WORD  those that match; "all": all
+       python train.py --list                      every recipe (NAME)
+       python train.py NAME --dry-run --world N    a step without its ranks
 """
+ALL = "all"
+MOST_SET = {  # {section: keys that --help shows without a word, those of absent parts included}
+    "train": "steps tokens seq_len micro_batch global_batch phases seed dtype fp8 ema max_minutes compile "
+    "device",
+    "data": "path tokenizer split valid doc_mask",
+    "model": "preset layers hidden vocab context blocks pattern tied mtp lora dropout mup norm.kind "
+    "mixer.kind mixer.heads mixer.kv_heads mixer.head_dim mixer.window mixer.qk_norm mixer.rope.base "
+    "mixer.kv_rank mixer.q_rank mixer.kernel "
+    "mlp.kind mlp.width mlp.activation mlp.experts mlp.top_k mlp.shared.experts",
+    "optim": "name lr min_lr warmup decay beta1 beta2 weight_decay groups clip states",
+    "parallel": "tp sp pp vpp schedule cp ep zero recompute offload auto",
+    "eval": "every batches sample tasks",
+    "checkpoint": "every keep resume init_from branch async_save",
+    "log": "dir name every wandb tensorboard",
+    "profile": "steps",
+}
 READ_FIRST = ("train", "data", "model", "optim", "parallel")  # sections that a run sets; the others follow
 LEFT = 34  # width of the left column: key and type
 MIN_RIGHT = 20  # minimum width of the right column: meaning and values
@@ -110,8 +130,8 @@ def help_entry(key: ShownKey, width: int) -> str:
 def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
     """Return the help text.
 
-    `word` selects a section, or a part of a key's name or meaning; "" selects all keys. `width` defaults to
-    the terminal's columns. Raises ConfigError if no key matches.
+    `word` selects a section, or a part of a key's name or meaning; ALL selects all keys, "" those of
+    MOST_SET. `width` defaults to the terminal's columns. Raises ConfigError if no key matches.
     """
     width = width or shutil.get_terminal_size((110, 24)).columns
     word = word.lower().lstrip("-").replace("-", "_")
@@ -130,14 +150,21 @@ def help_text(cfg: Config, word: str = "", width: int | None = None) -> str:
 def section_lines(cfg: Config, section: str, word: str, width: int) -> list[str]:
     """Return the help entries of one section's keys that match `word`."""
     keys = list(shown_keys(getattr(cfg, section), getattr(defaults(), section), f"{section}."))
-    if word and word not in sections():
+    if word == ALL:
+        return [help_entry(key, width) for key in keys]
+    if not word:
+        most_set = {f"{section}.{name}" for name in MOST_SET[section].split()}
+        shown = [help_entry(key, width) for key in keys if key.path in most_set]
+        others = len(keys) - len(shown)
+        return [*shown, f"  and {others} more: --help {section}"] if others else shown
+    if word not in sections():
         keys += absent_keys(cfg, section)
 
     lines: list[str] = []
     for key in keys:
         searched = f"{key.path} {key.meaning}".lower().replace("-", "_")
         beginnings = [key.path[:end] for end, letter in enumerate(key.path) if letter == "."]
-        matches = not word or word in beginnings or (word not in sections() and word in searched)
+        matches = word in beginnings or (word not in sections() and word in searched)
         if matches:
             lines.append(help_entry(key, width))
     return lines

@@ -67,7 +67,7 @@ def parsed(cfg: Config, path: str, argument: str):
 @pytest.mark.parametrize("width", [80, 200])
 def test_help_says_all_of_every_comment(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    out = shown(capsys, "llama3-tiny", "--help")
+    out = shown(capsys, "llama3-tiny", "--help", "all")
     whole, said = " ".join(out.split()), comments()
     for path, _ in leaves(resolve("llama3-tiny", None, [])):
         part, key = EVERY[path]
@@ -85,7 +85,7 @@ def test_help_says_all_of_every_comment(capsys, monkeypatch, width):
 def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "2000")
     cfg = resolve("deepseek-v3-tiny", None, [])
-    out = shown(capsys, "deepseek-v3-tiny", "--help")
+    out = shown(capsys, "deepseek-v3-tiny", "--help", "all")
     entry = r"--([\w.]+) (\S+)\s.*\((?:no default|default: (.*?))(?:; here: (.*))?\)$"
     found = re.findall(entry, out, re.MULTILINE)
     order = ("train", "data", "model", "optim", "parallel", "eval", "checkpoint", "log", "profile")
@@ -110,6 +110,25 @@ def test_a_word_finds_keys_of_parts_that_a_model_does_not_have(capsys, monkeypat
     assert re.search(r"--model.mixer.kv_rank INT .*\(no default; of model.mixer latent\)$", out, re.MULTILINE)
     assert "--model.mtp.weight" in shown(capsys, "llama3-tiny", "--help", "mtp.weight")
     assert "kv_rank" not in shown(capsys, "llama3-tiny", "--help", "model")
+
+
+@pytest.mark.parametrize("recipe, most", [("llama3-tiny", 80), ("mixtral-tiny", 85), ("deepseek-v3-tiny", 85)])
+def test_help_alone_shows_the_keys_that_most_runs_set(capsys, recipe, most):
+    """And says of each section how many more there are."""
+    out = shown(capsys, recipe, "--help")
+    keys = re.findall(r"^  --(\S+)", out, re.MULTILINE)
+    every = [path for path, _ in leaves(resolve(recipe, None, []))]
+    assert set(keys) < set(every) and len(keys) <= most
+    more = re.findall(r"^  and (\d+) more: --help (\w+)$", out, re.MULTILINE)
+    assert len(keys) + sum(int(number) for number, _ in more) == len(every)
+    for number, section in more:
+        listed = re.findall(r"^  --(\S+)", shown(capsys, recipe, "--help", section), re.MULTILINE)
+        assert len(listed) == int(number) + sum(key.startswith(f"{section}.") for key in keys)
+
+
+def test_each_key_that_help_alone_shows_exists():
+    for section, names in usage.MOST_SET.items():
+        assert all(f"{section}.{name}" in EVERY for name in names.split()), section
 
 
 def test_help_of_a_section_of_a_word_and_of_nothing(capsys, monkeypatch):
