@@ -542,7 +542,7 @@ def test_data_of_another_tokenizer_than_that_of_a_hugging_face_folder_is_refused
         told = trains(home, f"of-hf-{number}", **of, data__path=data)
         assert "taken" in told and "not known" not in told and "warning" not in told, told
     by_text = {**of, "data__path": home / "b", "checkpoint__init_changes": "data.tokenizer=text"}
-    assert "in part  2: embed.weight (" in trains(home, "by-text", **by_text)
+    assert "in part  2: embed.weight (" in trains(home, "of-hf-by-text", **by_text)
 
 
 def test_where_files_of_a_folder_differ_the_end_of_documents_of_the_data_decides(hf, tmp_path):
