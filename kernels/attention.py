@@ -5,7 +5,8 @@ cap and sinks.
 `blocks`, or SDPA if there are more keys than queries. On a GPU it picks the first of these that supports the
 call:
 1. an installed library: flash-attn, cuDNN for documents, torch's copy of flash-attn for documents and
-   windows, torch's flex_attention for every other mask, soft caps and sinks (kernels/attention_libraries.py);
+   windows, torch's flex_attention for every other mask, soft caps and sinks, of long sequences
+   (kernels/attention_libraries.py);
 2. SDPA's cuDNN and flash kernels, for plain causal attention;
 3. the Triton kernels of kernels/partial_attention.py;
 4. SDPA with a dense mask, or the reference if SDPA lacks a feature of the call.

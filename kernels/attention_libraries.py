@@ -35,6 +35,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 TORCH_HEAD_DIMS = (32, 64, 96, 128, 192, 256)  # torch's kernels are compiled for these
 FLEX_MIN_HEAD_DIM = 16
+FLEX_MIN_LENGTH = 1024  # queries of a sequence: with fewer, compiling flex_attention costs more than it saves
 # In the backward, these libraries pad each document to 128 queries in their fp32 buffers. With a shorter mean
 # document that would more than double them.
 MIN_MEAN_DOCUMENT = 128  # tokens
@@ -322,7 +323,7 @@ def usable_libraries(
         if (form.softcap is not None and not library.softcap) or (has_sinks and not library.lse):
             continue
         if library.any_mask:
-            if is_plain:  # SDPA covers it
+            if is_plain or q.shape[1] < FLEX_MIN_LENGTH:  # SDPA covers what is plain
                 continue
             is_packed, has_window = False, True
         elif kind is None or not takes(library, kind, q.shape[0] * q.shape[1]):

@@ -43,6 +43,7 @@ def flex_on_a_cpu(monkeypatch):
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
     monkeypatch.setattr(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(libraries, "DEVICES", ("cpu",))
+    monkeypatch.setattr(libraries, "FLEX_MIN_LENGTH", 300)
     for library in libraries.LIBRARIES:
         if library.module != attention_flex.__name__:
             monkeypatch.setitem(sys.modules, library.module, None)
@@ -110,7 +111,7 @@ def listed(counts, indices):
     return chosen.scatter(-1, indices.long(), first)[:, 0]
 
 
-def test_flex_attention_takes_what_no_other_library_does(flex_on_a_cpu, capsys):
+def test_flex_attention_takes_what_no_other_library_does(flex_on_a_cpu, monkeypatch, capsys):
     """Short documents, and documents that the host cannot count: not plain causal attention, SDPA's."""
     q, k, v = (torch.randn(2, 300, heads, 32).bfloat16() for heads in (4, 2, 2))
 
@@ -123,8 +124,11 @@ def test_flex_attention_takes_what_no_other_library_does(flex_on_a_cpu, capsys):
     assert chosen(make_mask(300, docs=DOCUMENTS, counts=DocumentCounts(6, 299))) == flex
     assert chosen(None, ScoreForm(softcap=2.0)) == chosen(None, has_sinks=True) == flex
     assert chosen(None) is None is chosen(make_mask(300, docs=DOCUMENTS).dense_mask)
+    monkeypatch.setattr(libraries, "FLEX_MIN_LENGTH", 301)
+    assert chosen(make_mask(300, docs=DOCUMENTS)) is None
     assert not capsys.readouterr().err
 
+    monkeypatch.setattr(libraries, "FLEX_MIN_LENGTH", 300)
     mask = make_mask(300, docs=DOCUMENTS, window=20)
     sinks = torch.randn(4)
     out = attention(q, k, v, mask, "flash", softcap=2.0, sinks=sinks)
