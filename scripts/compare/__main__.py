@@ -2,6 +2,7 @@
 
     python -m scripts.compare RUN [RUN ...] [--out report.html] [--watch 30]
     python -m scripts.compare GRID [--csv means.csv]
+    python -m scripts.compare runs --group NAME --out group.html --watch 30
 
 Prints the differences in their code, data and settings, and their losses at equal tokens and at equal FLOPs.
 --out writes a self-contained page with the plot and all settings (.png: only the plot). --watch rewrites it
@@ -12,6 +13,9 @@ single run it is a report. A run that cannot be read is named, and the others ar
 A folder of scripts.grid stands for its runs. Runs that differ in nothing but train.seed are one group: their
 mean, standard deviation and the 95 % interval of the mean (Student's t), and how far each group is above the
 lowest, with the interval of the difference (Welch's t). --csv writes the groups, a row each.
+
+--group takes the runs below the folders whose log.group is NAME. With --watch, runs that join later are on
+the page, too.
 
 --figure FILE.pdf draws a figure for a paper: --width inches wide, all text in --font and --font-size, the
 legend below the panel.
@@ -28,6 +32,7 @@ from pathlib import Path
 from config import ConfigError
 from config.command_line import CommandParser
 from config.reading.grid import GRID_FILE, grid_runs
+from config.strict import read_yaml
 from config.terminal import output_width, wrapped
 from runtime.failure import fail_cleanly, one_line
 from scripts.compare.figure import X_AXES, FigureStyle, check_style, write_figure
@@ -51,11 +56,9 @@ OF_FIGURE = ("width", "font", "font_size", "x", "log_x", "log_y")  # options tha
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="python -m scripts.compare",
-        description=__doc__,
-    )
+    parser = CommandParser(prog="python -m scripts.compare", description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, or folders of grids")
+    parser.add_argument("--group", metavar="NAME", help="the runs in these folders whose log.group is NAME")
     parser.add_argument("--out", type=Path, help="a file ending in .html or .png")
     parser.add_argument("--watch", type=int, metavar="SECONDS", help="write --out again at this interval")
     parser.add_argument("--csv", type=Path, help="a file for the means over seeds")
@@ -93,7 +96,7 @@ def main(argv: list[str]) -> int:
         if getattr(args, key) != parser.get_default(key):
             option = f"--{key.replace('_', '-')}"
             raise ConfigError(f"{option}: belongs to --figure FILE; add that, or leave it out")
-    folders = named_folders(args.runs)
+    folders = named_folders(args.runs, args.group)
     runs, left_out = readable(folders)
     for line in left_out:
         print(f"left out: {line}", file=sys.stderr)
@@ -111,6 +114,7 @@ def main(argv: list[str]) -> int:
         if args.watch is None or have_begun and all(run.finished is not None for run in runs):
             break
         time.sleep(args.watch)
+        folders = named_folders(args.runs, args.group)
         runs, _ = readable(folders)
     return 0
 
@@ -125,11 +129,14 @@ def written(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option}: {why}; give another file") from None
 
 
-def named_folders(paths: list[Path]) -> dict[str, Path]:
-    """Return {name: run folder}, with the runs of each grid. Several grids name their runs GRID/RUN.
+def named_folders(paths: list[Path], group: str | None = None) -> dict[str, Path]:
+    """Return {name: run folder}, with the runs of each grid, or those of a group below the paths. Several
+    grids name their runs GRID/RUN.
 
-    Raises ConfigError for a path that does not exist, and for two runs of one name.
+    Raises ConfigError for a path that does not exist, a group without runs, and for two runs of one name.
     """
+    if group is not None:
+        paths = runs_of_group(paths, group)
     grids = [path for path in paths if (path / GRID_FILE).is_file()]
     pairs: list[tuple[str, Path]] = []
     for path in paths:
@@ -145,6 +152,21 @@ def named_folders(paths: list[Path]) -> dict[str, Path]:
         if not path.exists():
             raise ConfigError(f"{path}: no run that can be read; there is no such folder")
     return dict(pairs)
+
+
+def runs_of_group(parents: list[Path], group: str) -> list[Path]:
+    """Return the run folders directly below these folders whose log.group is `group`. Raises ConfigError if
+    there is none."""
+    found: list[Path] = []
+    for file in sorted(file for parent in parents for file in parent.glob("*/config.yaml")):
+        with contextlib.suppress(ConfigError):  # another program's, or not whole yet
+            log = read_yaml(file).get("log")
+            if isinstance(log, dict) and log.get("group") == group:
+                found.append(file.parent)
+    if not found:
+        where = ", ".join(map(str, parents))
+        raise ConfigError(f"--group: no run in {where} has log.group {group}; name the folder of the runs")
+    return found
 
 
 def readable(folders: dict[str, Path]) -> tuple[list[Run], list[str]]:

@@ -418,6 +418,31 @@ def test_what_cannot_be_compared_is_named(tmp_path, monkeypatch, argv, message):
         command.main(argv)
 
 
+def test_the_page_of_a_group_has_the_runs_that_join_it(tmp_path, monkeypatch, capsys):
+    """Beside runs of another group, a folder of data and a config of another program."""
+    runs, out = tmp_path / "runs", tmp_path / "page.html"
+    make_run(runs / "small", [5.0, 4.0], log__group="sizes", finished=None)
+    make_run(runs / "foreign", [5.0, 4.5], log__group="rates")
+    for name, text in (("data", "log: none\n"), ("damaged", "log: [\n")):
+        (runs / name).mkdir()
+        (runs / name / "config.yaml").write_text(text)
+    pages = []
+
+    def join(seconds):
+        pages.append(out.read_text())
+        make_run(runs / "large", [4.0, 3.0], log__group="sizes")
+        summary = json.loads((runs / "large" / "summary.json").read_text())
+        (runs / "small" / "summary.json").write_text(json.dumps(summary))
+
+    monkeypatch.setattr(command.time, "sleep", join)
+    assert command.main([str(runs), "--group", "sizes", "--out", str(out), "--watch", "7"]) == 0
+    assert ["small" in text for text in (*pages, out.read_text())] == [True, True]
+    assert ["large" in text for text in (*pages, out.read_text())] == [False, True]
+    assert "foreign" not in out.read_text() and "large" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=f"^--group: no run in {runs} has log.group nobody; name the folder"):
+        command.main([str(runs), "--group", "nobody"])
+
+
 def test_a_run_without_a_step_is_named(tmp_path):
     folder = make_run(tmp_path / "a", [5.0])
     (folder / "metrics.jsonl").write_text("")
