@@ -155,10 +155,10 @@ def choose_kind(
     of_torch = "reference" if beyond else "sdpa"
     if q.device.type == "cpu" and "cpu" not in triton_.DEVICES:
         return "blocks" if q.shape[1] == k.shape[1] else of_torch
-    return choose_gpu_kernel(q, k, v, mask, beyond) or of_torch
+    return choose_on_gpu(q, k, v, mask, beyond) or of_torch
 
 
-def choose_gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> str | None:
+def choose_on_gpu(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> str | None:
     """Choose between SDPA's fused kernels and ours; None if neither supports the call."""
     if mask is None and not beyond and q.dtype in FLASH_DTYPES and sdpa_is_fused(q, k, v):
         return "sdpa"

@@ -60,6 +60,7 @@ def glossary_rows():
             yield keys, [word for cell in theirs for word in cell]
 
 
+@pytest.mark.skipif(not EARLIER_KEYS.exists(), reason="a clone without lab/ does not have the page")
 def test_the_page_of_earlier_keys_has_old_names_beside_new():
     text = EARLIER_KEYS.read_text()
     rows = re.findall(r"^\| `(model\.[\w.]+)` \| `(model\.[^|]+)` \|$", text, re.MULTILINE)

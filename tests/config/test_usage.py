@@ -112,7 +112,9 @@ def test_a_word_finds_keys_of_parts_that_a_model_does_not_have(capsys, monkeypat
     assert "kv_rank" not in shown(capsys, "llama3-tiny", "--help", "model")
 
 
-@pytest.mark.parametrize("recipe, most", [("llama3-tiny", 80), ("mixtral-tiny", 85), ("deepseek-v3-tiny", 85)])
+@pytest.mark.parametrize(
+    "recipe, most", [("llama3-tiny", 80), ("mixtral-tiny", 85), ("deepseek-v3-tiny", 85)]
+)
 def test_help_alone_shows_the_keys_that_most_runs_set(capsys, recipe, most):
     """And says of each section how many more there are."""
     out = shown(capsys, recipe, "--help")

@@ -68,7 +68,7 @@ class Sums:
     (None, ([1.0, -3.0], [1.0, -3.0])),
 ])
 def test_the_next_sum_is_disturbed_and_no_other(action, disturbed):
-    buckets = [SimpleNamespace(grads=Sums()), SimpleNamespace(grads=Sums())]
+    buckets = [SimpleNamespace(grads=Sums(), trains=True), SimpleNamespace(grads=Sums(), trains=True)]
     disturb_next_sums(buckets, action)
     for bucket, numbers in zip(buckets, disturbed):
         bucket.grads.reduce()

@@ -439,7 +439,7 @@ def test_the_page_of_a_group_has_the_runs_that_join_it(tmp_path, monkeypatch, ca
     assert ["small" in text for text in (*pages, out.read_text())] == [True, True]
     assert ["large" in text for text in (*pages, out.read_text())] == [False, True]
     assert "foreign" not in out.read_text() and "large" not in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=f"^--group: no run in {runs} has log.group nobody; name the folder"):
+    with pytest.raises(ConfigError, match=f"^--group: no run in {runs} has log.group nobody; name"):
         command.main([str(runs), "--group", "nobody"])
 
 

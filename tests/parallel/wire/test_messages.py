@@ -191,7 +191,7 @@ def test_no_pickle_is_left_between_ranks():
     root = pathlib.Path(messages.__file__).parents[2]
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=root, capture_output=True, text=True, check=True)
     for name in listed.stdout.split():
-        if not name.startswith("tests/"):
+        if not name.startswith("tests/") and (root / name).exists():  # lab/ may be gone
             text = (root / name).read_text()
             assert "_object_list(" not in text and "dist.all_gather_object" not in text, name
             assert "dist.gather_object" not in text, name
