@@ -389,7 +389,12 @@ PLANTED = {
         adam, "stochastic_round", lambda _: lambda x, bits: x.bfloat16(), "bf16", "adamw-bf16", "rounding",
     ),
     "a norm in bf16": (
-        train, "grad_norm", lambda norm: lambda *args: norm(*args).bfloat16().float(), "bf16", "sgd", "norm",
+        train,
+        "grad_norm",
+        lambda norm: lambda *args, **options: norm(*args, **options).bfloat16().float(),
+        "bf16",
+        "sgd",
+        "norm",
     ),
     "sums in bf16": (linear, "write_wgrad", sums_in_bf16, "bf16", "sgd", "wide"),
     "a forgotten loss scale": (

@@ -102,21 +102,23 @@ def test_a_layout_that_dies_does_not_hide_the_others(monkeypatch, capfd):
 
 def test_a_reference_that_dies_fails_its_own_layout_alone(monkeypatch, capfd):
     """The references of several layouts are made together."""
-    make = command.make_references
+    make, sizes = command.make_references, []
 
-    def of_the_first_dies(pool, cfgs, home):
-        if any(cfg.train.micro_batch == 1 for cfg in cfgs):
+    def those_unlike_the_first_die(pool, cfgs, home):
+        sizes.extend(cfg.train.micro_batch for cfg in cfgs)
+        if any(cfg.train.micro_batch != sizes[0] for cfg in cfgs):
             raise RuntimeError("rank 0: no reference")
         return make(pool, cfgs, home)
 
-    monkeypatch.setattr(command, "make_references", of_the_first_dies)
-    monkeypatch.setattr("lab.proof.verify.trial.make_references", of_the_first_dies)
+    monkeypatch.setattr(command, "make_references", those_unlike_the_first_die)
+    monkeypatch.setattr("lab.proof.verify.trial.make_references", those_unlike_the_first_die)
     assert main("llama3-tiny --world 1 --layouts 6 --seed 13 --only zero0 no-wide no-ramp".split()) == 1
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("ok ", "WRONG "))]
     dead = [line for line in lines if line.startswith("WRONG")]
-    assert lines[0].startswith("ok") and " mb2 " in lines[0]  # whose turn it is when the group fails
+    first = f" mb{sizes[0]} "
+    assert lines[0].startswith("ok") and first in lines[0]  # whose turn it is when the group fails
     assert 0 < len(dead) < len(lines)
-    assert all("no reference" in line and " mb1 " in line for line in dead)
+    assert all("no reference" in line and first not in line for line in dead)
 
 
 def test_an_error_without_words_is_named_by_its_class(monkeypatch, capfd):
