@@ -4,6 +4,7 @@ second, torchrun takes eight.
 """
 
 import contextlib
+import math
 import os
 import pathlib
 import signal
@@ -21,6 +22,8 @@ import train
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from runtime.failure import fail_cleanly
+
+GRACE = 0.3  # seconds from the first failure to the SIGTERM: torchrun polls its ranks, too
 
 SIZES = (
     "--model.layers 2 --model.hidden 32 --model.mixer.heads 4 --model.mlp.width 48 --train.seq_len 16 "
@@ -75,7 +78,7 @@ def job(
     for log in logs:  # a rank can be killed before it opens its own
         log.touch()
     keeper, port = keep_store()
-    began, first, pids = time.monotonic(), None, {}
+    began, first, failed, pids = time.monotonic(), None, None, {}
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
@@ -91,9 +94,11 @@ def job(
                 if pid:
                     codes[rank] = os.waitstatus_to_exitcode(status)
                     first = first or time.monotonic()
-                    if codes[rank]:
-                        for other in [p for r, p in pids.items() if r not in codes]:
-                            os.kill(other, signal.SIGTERM)
+                    failed = failed or (time.monotonic() if codes[rank] else None)
+            if failed is not None and time.monotonic() > failed + GRACE:
+                failed = math.inf
+                for other in [p for r, p in pids.items() if r not in codes]:
+                    os.kill(other, signal.SIGTERM)
             time.sleep(0.01)
         seconds = time.monotonic() - (first or began)
     finally:
