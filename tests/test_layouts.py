@@ -20,11 +20,11 @@ CUTS = [
 ]
 
 
-def proved(pool, folder, name: str, parallel: dict, **model) -> None:
+def proved(pool, folder, name: str, parallel: dict, mixer: dict | None = None, **model) -> None:
     """Train it and one process; fails where they differ. Of 4 layers, where `stages` does not share out 8."""
     cfg = tiny_config(name, pool.size)
     layers = cfg.model.layers if "stages" in parallel else 4
-    model = replace(cfg.model, layers=layers, **model)
+    model = replace(cfg.model, layers=layers, mixer=replace(cfg.model.mixer, **(mixer or {})), **model)
     cfg = replace(cfg, parallel=replace(cfg.parallel, **parallel), model=model)
     first, _ = prove(pool, cfg, folder)
     assert not first.is_wrong, first
@@ -138,4 +138,5 @@ FEW = [
 @pytest.mark.parametrize("name", ["llama3-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("parallel", FEW, ids=str)
 def test_fewer_key_heads_than_ranks(ranks, tmp_path, name, parallel):
-    proved(ranks(4), tmp_path, name, parallel, kv_heads=1 if parallel["tp"] == 2 else 2, qkv_bias=True)
+    few = {"kv_heads": 1 if parallel["tp"] == 2 else 2, "bias": "qkv"}
+    proved(ranks(4), tmp_path, name, parallel, few)
