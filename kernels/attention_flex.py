@@ -25,12 +25,12 @@ def masked_attention(
 
     mask: None is plain causal over equal lengths.
     """
-    block_mask = causal_blocks(q.shape[1], q.device) if mask is None else blocks_of(mask)
+    blocks = causal_blocks(q.shape[1], q.device) if mask is None else block_mask(mask)
     function = compiled() if q.is_cuda else flex_attention
     results = function(
         *(x.transpose(1, 2) for x in (q, k, v)),
         score_mod=None if form.softcap is None else soft_capped(form.softcap),
-        block_mask=block_mask,
+        block_mask=blocks,
         scale=1 / form.divisor(q.shape[-1]),
         enable_gqa=q.shape[2] != k.shape[2],
         return_aux=AuxRequest(lse=True) if with_lse else None,
@@ -65,7 +65,7 @@ def causal_blocks(s: int, device: torch.device) -> BlockMask:
 
 
 @functools.lru_cache(maxsize=4)
-def blocks_of(mask: AttentionMask) -> BlockMask:
+def block_mask(mask: AttentionMask) -> BlockMask:
     """Return the blocks of a mask. All layers of a pass share a mask, and so its blocks."""
     return make_block_mask(mask)
 
@@ -112,7 +112,10 @@ def make_block_mask(mask: AttentionMask) -> BlockMask:
 
 
 def in_order(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [b, 1, n, m] -> how many are chosen of each row, int32 [b, 1, n], and the indices of these before
-    those of the others, int32 [b, 1, n, m]."""
+    """Return the number of chosen blocks in each row, and all indices of the row with the chosen ones first.
+
+    chosen bool [b, 1, n, m] -> int32 [b, 1, n], int32 [b, 1, n, m].
+    """
+    counts = chosen.sum(-1, dtype=torch.int32)
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    return counts, order.to(torch.int32)

@@ -348,7 +348,7 @@ class CallKind:
 
 
 def takes(library: Library, kind: CallKind, tokens: int) -> bool:
-    """Whether a library with functions of its own for documents supports such a call."""
+    """Whether a library that takes documents and windows by its arguments supports such a call."""
     if kind.window and not library.windows:
         return False
     return kind.documents is None or library.fits(kind.documents, tokens)

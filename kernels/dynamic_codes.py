@@ -47,5 +47,6 @@ def encode(x: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """codes uint8 [n], scales [n / block] -> numbers [n] in the dtype of the scales."""
-    values = code_book(signed, scales.dtype, scales.device).values[codes.int()]
-    return (values.view(len(scales), -1) * scales[:, None]).flatten()
+    book = code_book(signed, scales.dtype, scales.device)
+    relative = book.values[codes.int()].view(len(scales), -1)  # [blocks, block]
+    return (relative * scales[:, None]).flatten()

@@ -15,8 +15,8 @@ Under tensor parallelism an adapter exchanges `rank` features of a token, before
     row       A has the rank's inputs, and sums over tp; B is whole, and writes the rank's tokens
 
 Whole matrices have a part of their gradient on each tp rank under sequence parallelism, where tp ranks have
-different tokens outside of the region. The latents of MLA have adapters of the first kind, without an
-exchange of their own: their layers are wholly outside of a region or inside of it.
+different tokens outside of the region. The latents of MLA have adapters of the first kind that exchange
+nothing: their layers are wholly outside of a region or inside of it.
 """
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,7 +95,7 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(within_layer, pattern)
 
 
-def scale_of(lora: LoraConfig) -> float:
+def adapter_scale(lora: LoraConfig) -> float:
     """Return s, the factor of B A x."""
     return lora.alpha / (lora.rank if lora.scale == "lora" else lora.rank**0.5)
 
@@ -120,7 +120,7 @@ class ColumnAdapter(nn.Module):
         super().__init__()
         self.region = region
         self.rank = lora.rank
-        self.scale = scale_of(lora)
+        self.scale = adapter_scale(lora)
         adapted = [box for box, is_chosen in zip(weight.spec.boxes, chosen) if is_chosen]
         a = [Box.whole(adapter_key(box, A), (lora.rank, box.shape[1])) for box in adapted]
         self.a = parameter(ParameterSpec(tuple(a), "lora_a", partial_over=a_partial_over))
@@ -154,7 +154,7 @@ class RowAdapter(nn.Module):
         """box: of the layer's weight."""
         super().__init__()
         self.tp, self.sp = tp, sp
-        self.scale = scale_of(lora)
+        self.scale = adapter_scale(lora)
         outputs, inputs = box.shape
         a = column_shard(adapter_key(box, A), (lora.rank, inputs), tp)
         b = Box.whole(adapter_key(box, B), (outputs, lora.rank))

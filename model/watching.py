@@ -45,9 +45,9 @@ class ForwardWatch:
 class LargestScores:
     """The largest attention score of each head, of all tokens and microbatches that a step sees.
 
-    of_heads: [layers, heads], so far on this rank. -inf for what it does not hold, what is no head, and in
-    layers whose mixer keeps a state. Computes the products of queries and keys once more, and under cp
-    gathers the keys.
+    of_heads: [layers, heads], so far on this rank. -inf for heads that are on other ranks or that a layer
+    lacks, and in layers whose mixer keeps a state. Computes the products of queries and keys once more, and
+    under cp gathers the keys.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class LargestScores:
                 core = getattr(module.mixer, "core", None)
                 if isinstance(core, AttentionCore):
                     self.cores.append((module, core))
-        heads = [heads_of(layer_model(model, i)) for i in range(model.layers + modules_ahead(model))]
+        heads = [query_heads(layer_model(model, i)) for i in range(model.layers + modules_ahead(model))]
         self.of_heads = torch.empty(len(heads), max(1, *heads), dtype=dtype, device=device)
         self.start()
 
     def start(self) -> None:
-        """Forget what the forward has shown."""
+        """Reset the scores."""
         self.of_heads.fill_(float("-inf"))
 
     @contextlib.contextmanager
@@ -109,7 +109,7 @@ class LargestScores:
         return comm.all_gather(self.of_heads[None], group).amax(0)
 
 
-def heads_of(model: ModelConfig) -> int:
+def query_heads(model: ModelConfig) -> int:
     """Return the number of query heads of a layer, 0 if its mixer keeps a state."""
     return model.mixer.heads if model.mixer.has_softmax else 0
 

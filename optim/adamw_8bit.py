@@ -20,11 +20,10 @@ from torch import Tensor
 from config import ConfigError, OptimConfig
 from kernels.adam import AdamWStep, adamw_reference
 from kernels.dynamic_codes import code_book, decode, encode
-from optim.base import Optimizer, decoupled_rates
+from optim.adamw import AdamW
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.packing import block_size
-from parallel.sharding.slots import UpdateRange
 from parallel.sharding.views import get_slot_boxes
 from parallel.topology.mesh import Mesh
 
@@ -40,13 +39,13 @@ class BlockedPart(NamedTuple):
     elements: slice
     blocks: slice
     block: int
-    rates: UpdateRange
     scale_box: Box
     is_counted: bool
 
 
-class AdamW8bit(Optimizer):
+class AdamW8bit(AdamW):
     """AdamW for all buckets. codes, scales: {moment: a flat tensor for each bucket}."""
+    MOMENTS = ()  # none of them is a flat tensor in the dtype of the masters
 
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
@@ -78,22 +77,13 @@ class AdamW8bit(Optimizer):
                         results.append((box, flat[part.blocks].view(box.size)))
         return results
 
-    def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
-        for index, bucket in enumerate(self.buckets):
-            for part in self.parts[index]:
-                rates = decoupled_rates(self.cfg, lr, part.rates)
-                numbers = AdamWStep(
-                    lr=rates.lr,
-                    beta1=self.cfg.beta1,
-                    beta2=self.cfg.beta2,
-                    eps=self.cfg.eps,
-                    weight_decay=rates.weight_decay,
-                    step=step,
-                    grad_scale=grad_scale,
-                    is_good=is_good,
-                )
+    def update_range(self, index: int, elements: slice, numbers: AdamWStep) -> None:
+        weights = self.buckets[index].weights
+        for part in self.parts[index]:
+            if elements.start <= part.elements.start < elements.stop:
                 self.update_part(index, part, numbers)
-            bucket.weights.copy_master_to_local()
+        if weights.local is not weights.master:
+            weights.local[elements].copy_(weights.master[elements])
 
     def update_part(self, index: int, part: BlockedPart, numbers: AdamWStep) -> None:
         """Update one box of a tensor: its masters and moments."""
@@ -124,9 +114,8 @@ def blocked_parts(bucket: Bucket) -> list[BlockedPart]:
             scale_box = box_of_scales(box)
             blocks = slice(first_block, first_block + scale_box.volume)
             first_block = blocks.stop
-            rates = next(found for found in bucket.update_ranges if start < found.elements.stop)
             block = block_size(box.shape)
-            parts.append(BlockedPart(elements, blocks, block, rates, scale_box, is_counted))
+            parts.append(BlockedPart(elements, blocks, block, scale_box, is_counted))
     return parts
 
 

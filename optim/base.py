@@ -63,7 +63,7 @@ class Optimizer:
         return self.moments
 
     def boxes(self, each_once: bool = False) -> list[tuple[Box, Tensor]]:
-        """Return [(box, view)] of what a checkpoint stores besides: what has not a number for each weight.
+        """Return [(box, view)] of state whose shape is not that of the weights, for a checkpoint.
 
         each_once: omit what another rank returns.
         """

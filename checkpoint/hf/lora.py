@@ -20,7 +20,7 @@ from checkpoint.hf.families.table import FAMILIES
 from checkpoint.hf.tensors import Piece
 from config import ConfigError, LoraConfig, ModelConfig, Tree
 from config.parameter_groups import parse_groups
-from model.lora import A, B, adapted_names, scale_of
+from model.lora import A, B, adapted_names, adapter_scale
 from parallel.sharding.boxes import Box
 
 PREFIX = "base_model.model."  # of names in PEFT
@@ -46,7 +46,7 @@ def merger(index: StoredIndex, lora: LoraConfig, weights: str) -> Callable[[list
             pair = load_pair(index, name, weights, tensor.dtype)
             if pair is not None:
                 rows, columns = (slice(first, first + size) for first, size in zip(box.start, box.size))
-                tensor.add_(pair[1][rows] @ pair[0][:, columns], alpha=scale_of(lora))
+                tensor.add_(pair[1][rows] @ pair[0][:, columns], alpha=adapter_scale(lora))
 
     return merge
 

@@ -7,7 +7,7 @@
     3      sharded           sharded     sharded    as 2, and two all-gathers of w per microbatch: 1.5 times
                                                           the bytes of 0, with one microbatch
 
-Frozen parameters have buckets of their own, which have weights alone: those in the compute dtype, sharded
+Frozen parameters are in separate buckets, which have weights alone: those in the compute dtype, sharded
 under ZeRO-3.
 
 Every parameter is a view of its bucket's flat tensor. "Sharded" is over mesh.fsdp (dp_shard x cp);

@@ -262,7 +262,7 @@ def leave_job() -> None:
 
 
 def flight_record() -> bytes | None:
-    """Return what torch's flight recorder has of this rank's last collectives, a pickle for torchfrtrace.
+    """Return torch's flight record of this rank's last collectives, a pickle for torchfrtrace.
 
     None if it has recorded nothing. Without stacks: making them readable may wait for a thread that hangs.
     """

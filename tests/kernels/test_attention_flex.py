@@ -1,7 +1,7 @@
 """torch's flex_attention sees what the mask says, with the scores that the call asks for.
 
 On a CPU torch refuses its backward. Without that check its own definition runs, which reads the mask function
-and the modification of scores, not the blocks: these have a test of their own.
+and the modification of scores, not the blocks, which another test covers.
 """
 
 import sys
@@ -160,5 +160,5 @@ def test_a_flex_attention_that_is_wrong_is_not_used(flex_on_a_cpu, monkeypatch, 
 
 def test_all_layers_share_the_blocks_of_a_mask():
     mask = make_mask(300, docs=DOCUMENTS)
-    assert attention_flex.blocks_of(mask) is attention_flex.blocks_of(mask)
-    assert attention_flex.blocks_of(make_mask(300, docs=DOCUMENTS)) is not attention_flex.blocks_of(mask)
+    assert attention_flex.block_mask(mask) is attention_flex.block_mask(mask)
+    assert attention_flex.block_mask(make_mask(300, docs=DOCUMENTS)) is not attention_flex.block_mask(mask)
