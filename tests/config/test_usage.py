@@ -171,7 +171,6 @@ def test_what_was_read_cannot_be_spoiled_and_a_new_file_is_seen(monkeypatch, tmp
 
 @pytest.mark.parametrize("script, word", [
     ("compare.__main__", "--wat"),
-    ("preflight", "--sit"),
     ("plan", "--gpu"),
     ("generate", "--promp"),
     ("submit", "--prin"),
@@ -179,5 +178,5 @@ def test_what_was_read_cannot_be_spoiled_and_a_new_file_is_seen(monkeypatch, tmp
 def test_a_part_of_an_option_is_not_that_option(script, word):
     """A later option could give it another meaning."""
     given = importlib.import_module(f"scripts.{script}")
-    with pytest.raises(ConfigError, match=f"unrecognized arguments: .*{word}|required"):
+    with pytest.raises(ConfigError, match=f"unrecognized arguments: .*{word}"):
         given.arguments().parse_args(["x", word, "1"])
