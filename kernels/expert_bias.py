@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.grad import accumulate_grad, write_or_add
+from kernels.linear import multiply_into_fp32
 from kernels.permute import RowOrder
-from kernels.router import multiply_into_fp32
 
 
 def members_of(

@@ -5,6 +5,7 @@ from torch import Tensor
 from kernels.attention_mask import AttentionMask
 from kernels.attention_scores import ScoreForm
 from kernels.grad import accumulation_dtype
+from kernels.linear import library_adds_in_fp32, multiply_into_fp32
 
 CHUNK_SCORES = {"cpu": 1 << 20}  # scores computed together: 4 MiB in fp32, which stay in cache
 DEFAULT_CHUNK_SCORES = 1 << 24  # the same on other devices: 64 MiB in fp32
@@ -21,7 +22,9 @@ def largest_scores(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -
     s_k, groups = k.shape[1:3]
     dtype = accumulation_dtype(q.dtype)
     largest = torch.full((h,), float("-inf"), dtype=dtype, device=q.device)
-    keys = k.to(dtype).permute(0, 2, 3, 1)  # [b, g, d, s_k]
+    if not library_adds_in_fp32(q.device, q.dtype):
+        q, k = q.to(dtype), k.to(dtype)
+    keys = k.permute(0, 2, 3, 1).flatten(0, 1)  # [b g, d, s_k]
     size = max(1, CHUNK_SCORES.get(q.device.type, DEFAULT_CHUNK_SCORES) // (b * h * s_k))  # queries
     for start in range(0, s_q, size):
         n = min(size, s_q - start)
@@ -29,9 +32,9 @@ def largest_scores(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -
         end = min(s_k, first + n - mask.key_start)  # later keys are not seen
         if end <= 0:
             continue
-        queries = q[:, start:start + n].to(dtype).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-        products = queries.flatten(2, 3) @ keys[..., :end]  # [b, g, h/g n, end]
-        products = products.view(b, h, n, end)
+        queries = q[:, start:start + n].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+        rows = queries.reshape(b * groups, -1, d)  # [b g, h/g n, d]
+        products = multiply_into_fp32(rows, keys[..., :end]).view(b, h, n, end)
         visible = mask.part(first, n, mask.key_start, end).dense_mask  # [b or 1, 1, n, end]
         largest = torch.maximum(largest, products.masked_fill_(~visible, float("-inf")).amax((0, 2, 3)))
     return form.capped(largest / form.divisor(d))  # both keep the order of the products

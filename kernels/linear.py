@@ -164,6 +164,16 @@ def write_by_library(into: Tensor, dy: Tensor, x: Tensor, add: bool) -> Tensor:
     return torch.mm(dy.t(), x, out_dtype=torch.float32, out=into)
 
 
+def multiply_into_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """a [m, n], b [n, o] -> a b [m, o], or a batch of both, in fp32 or better; without copies if the library
+    can do so."""
+    if a.dtype == b.dtype and library_adds_in_fp32(a.device, a.dtype):
+        multiply = torch.mm if a.dim() == 2 else torch.bmm
+        return multiply(a, b, out_dtype=torch.float32)
+    dtype = accumulation_dtype(a.dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
 @cache
 def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether write_by_library works on this device: tried once, on a small product with a known result.

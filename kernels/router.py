@@ -23,7 +23,7 @@ from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_d
 from kernels.linear import (
     RecomputeFunction,
     get_source,
-    library_adds_in_fp32,
+    multiply_into_fp32,
     recompute_input,
     write_wgrad,
 )
@@ -99,14 +99,6 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if bias is not None:
         logits += bias.detach()
     return logits.view(*x.shape[:-1], -1)
-
-
-def multiply_into_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a [m, n], b [n, o] -> a b [m, o] in fp32 or better, without copies if the library can do so."""
-    if a.dtype == b.dtype and library_adds_in_fp32(a.device, a.dtype):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    dtype = accumulation_dtype(a.dtype)
-    return a.to(dtype) @ b.to(dtype)
 
 
 @torch.no_grad()

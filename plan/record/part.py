@@ -29,6 +29,7 @@ from model.precision import DTYPES
 from model.router import has_experts, mixture
 from model.sharding import set_rates, sharding_config
 from model.transformer import PipelineStage
+from model.watching import LargestScores
 from parallel.context.zigzag import shard_batch
 from parallel.pipeline.executor import WeightGradStore
 from parallel.sharding.bucket import Bucket, split_into_buckets
@@ -301,6 +302,10 @@ class PartRunner:
         self.grad = torch.empty(shape, dtype=self.dtype, device=device)
         self.has_residual = cfg.parallel.recompute != "full"
         self.scale = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
+        self.scores: LargestScores | None = None
+        if cfg.optim.qk_clip is not None:
+            self.scores = LargestScores(cfg.model, [self.stage], mesh, device, torch.float64)
+            self.scores.forward.is_on = True  # a part runs without its stage
         before = recorder.memory.now
         self.context = self.stage.context_of(self.microbatch, self.scale)
         self.context_bytes = recorder.memory.now - before
@@ -314,7 +319,8 @@ class PartRunner:
         before = memory.now
         inputs = self.inputs()
         self.begin_phase()
-        outputs = self.forward(*inputs)
+        with self.scores_watched():
+            outputs = self.forward(*inputs)
         edges = [get_gradient_edge(x) for x in outputs if x.requires_grad]
         read = shared.kept.get(self.stage.first, ())  # by later blocks, which hold it
         edges_of_keys = [get_gradient_edge(x) for x in read if x.requires_grad]
@@ -359,6 +365,10 @@ class PartRunner:
         if stats is not None:
             stage.blocks[0].add_router_stats(stats)
         return (y,) if residual is None else (y, residual)
+
+    def scores_watched(self) -> contextlib.AbstractContextManager[None]:
+        """Return what watches the forward, as under optim.qk_clip."""
+        return contextlib.nullcontext() if self.scores is None else self.scores.watching()
 
     def lend_keys(self) -> None:
         """Provide a block with the keys and values of an earlier one, if it reads any."""

@@ -238,6 +238,19 @@ def test_a_cpu_has_no_such_library():
     assert kernel.obstacle_to_library(torch.device("cpu"), torch.bfloat16) is not None
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_library_that_adds_in_fp32_multiplies_matrices_and_batches_of_them(monkeypatch, shape):
+    a, b = torch.randn(*shape, 6, 8).bfloat16(), torch.randn(*shape, 8, 4).bfloat16()
+    expected = a.float() @ b.float()
+    assert torch.equal(kernel.multiply_into_fp32(a, b), expected)
+
+    monkeypatch.setattr(kernel, "library_adds_in_fp32", lambda device, dtype: True)
+    product = kernel.multiply_into_fp32(a.to("meta"), b.to("meta"))
+    assert product.dtype == torch.float32 and product.shape == expected.shape
+    with pytest.raises(NotImplementedError, match=r"aten::b?mm.dtype"):  # a CPU has none
+        kernel.multiply_into_fp32(a, b)
+
+
 def test_a_library_that_adds_in_fp32_adds_the_weight_gradient(monkeypatch):
     calls = []
     monkeypatch.setattr(kernel, "library_adds_in_fp32", lambda device, dtype: True)

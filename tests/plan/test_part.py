@@ -146,6 +146,26 @@ def test_a_layout_of_its_own_has_a_record_of_its_own():
     assert get_part_record(PartForm(other, 0, CHIPS["h100"])).kept < get_part_record(form).kept
 
 
+@pytest.mark.parametrize("layout", [{}, {"parallel.recompute": "full"}, {"parallel.tp": 2}], ids=str)
+@pytest.mark.parametrize("chip", [None, "h100"])
+def test_qk_clip_multiplies_queries_with_keys_once_more(chip, layout):
+    """In chunks of queries, each with the keys up to its last one; in the forward alone."""
+    cfg = build_config("llama3-tiny", layout | {"train.dtype": "bf16"})
+    b, s, mixer = cfg.train.micro_batch, cfg.train.seq_len, cfg.model.mixer
+    heads, head_dim = mixer.heads // cfg.parallel.tp, cfg.model.hidden // mixer.heads
+    chunk = (1 << 20 if chip is None else 1 << 24) // (b * heads * s)
+    ends = [min(start + chunk, s) for start in range(0, s, chunk)]
+    products = sum(2 * b * heads * (end - start) * end * head_dim
+                   for start, end in zip([0, *ends], ends))
+
+    clipped = with_values(cfg, {"optim.qk_clip": 100.0})
+    plain, watched = (get_part_record(PartForm(one, 0, CHIPS.get(chip))) for one in (cfg, clipped))
+    assert watched.forward.work.products - plain.forward.work.products == products
+    assert watched.forward.work.attention == plain.forward.work.attention
+    assert watched.forward.work.nbytes > plain.forward.work.nbytes
+    assert watched.backward.work == plain.backward.work and watched.kept == plain.kept
+
+
 # ---- a module that nobody described ------------------------------------------------------------------------
 
 

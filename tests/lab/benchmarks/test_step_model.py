@@ -32,7 +32,6 @@ from kernels import (
     norm,
     permute,
     rope,
-    router,
     swiglu,
     triton_,
 )
@@ -298,8 +297,7 @@ def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
     """
     cfg = replace(tiny(name), model=replace(tiny(name).model, layers=1))
     monkeypatch.setattr(attention, "choose_kind", lambda *_: "triton")
-    for module in (linear, router):
-        monkeypatch.setattr(module, "library_adds_in_fp32", lambda *_: False)
+    monkeypatch.setattr(linear, "library_adds_in_fp32", lambda *_: False)
     monkeypatch.setattr(grouped_gemm, "library_multiplies", lambda *_: False)
     monkeypatch.setattr(triton_, "DEVICES", ("cpu", "cuda"))
     documents = tiny_documents(name)
