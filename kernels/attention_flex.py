@@ -6,11 +6,13 @@ torch compiles it at the first call of each kind, for about half a minute.
 """
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from kernels.attention_libraries import FLEX_MIN_HEAD_DIM
 from kernels.attention_mask import AttentionMask, make_attention_mask
 from kernels.attention_scores import ScoreForm
 
@@ -25,20 +27,37 @@ def masked_attention(
 
     mask: None is plain causal over equal lengths.
     """
-    blocks = causal_blocks(q.shape[1], q.device) if mask is None else block_mask(mask)
-    function = compiled() if q.is_cuda else flex_attention
-    results = function(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        score_mod=None if form.softcap is None else soft_capped(form.softcap),
-        block_mask=blocks,
-        scale=1 / form.divisor(q.shape[-1]),
-        enable_gqa=q.shape[2] != k.shape[2],
-        return_aux=AuxRequest(lse=True) if with_lse else None,
-    )
+    results = call(q, k, v, mask, form, AuxRequest(lse=True) if with_lse else None)
     if not with_lse:
         return results.transpose(1, 2), None
     out, aux = results
     return out.transpose(1, 2), aux.lse.transpose(1, 2)
+
+
+def largest_scores(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -> Tensor:
+    """Return for each query and head [b, h, s_q] the largest score of a key that it sees: q [b, s_q, h, d],
+    k [b, s_k, g, d]. NaN if a score is NaN. No gradients.
+
+    The values are the fewest columns that flex_attention takes.
+    """
+    given = None if mask.is_causal else mask
+    _, aux = call(q, k, k[..., :FLEX_MIN_HEAD_DIM], given, form, AuxRequest(lse=True, max_scores=True))
+    return torch.where(aux.lse.isnan(), aux.lse, aux.max_scores)  # its maximum passes over NaN
+
+
+def call(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, form: ScoreForm, aux: AuxRequest | None
+) -> Any:
+    """Return what flex_attention does: out [b, h, s_q, e], and if it is asked for, what else `aux` names."""
+    function = compiled() if q.is_cuda else flex_attention
+    return function(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        score_mod=None if form.softcap is None else soft_capped(form.softcap),
+        block_mask=causal_blocks(q.shape[1], q.device) if mask is None else block_mask(mask),
+        scale=1 / form.divisor(q.shape[-1]),
+        enable_gqa=q.shape[2] != k.shape[2],
+        return_aux=aux,
+    )
 
 
 @functools.cache

@@ -182,6 +182,19 @@ def call_flex(
     return function(q, k, v, request.mask, request.form, request.with_lse)
 
 
+FLEX = Library(
+    name="torch.nn.attention.flex_attention",
+    module="kernels.attention_flex",
+    chips=(8, 9, 10, 12),
+    head_dims=flex_head_dims,
+    function="masked_attention",
+    packed_function=None,
+    call=call_flex,
+    softcap=True,
+    lse=True,
+    any_mask=True,
+)
+
 # In order of preference: versions 3 and 4 of flash-attn, cuDNN, version 2 of flash-attn, torch's copy of it,
 # and flex_attention for what these leave
 LIBRARIES = (
@@ -249,18 +262,7 @@ LIBRARIES = (
         packed_function="varlen_attn",
         call=call_torch,
     ),
-    Library(
-        name="torch.nn.attention.flex_attention",
-        module="kernels.attention_flex",
-        chips=(8, 9, 10, 12),
-        head_dims=flex_head_dims,
-        function="masked_attention",
-        packed_function=None,
-        call=call_flex,
-        softcap=True,
-        lse=True,
-        any_mask=True,
-    ),
+    FLEX,
 )
 
 

@@ -29,7 +29,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import attention, attention_cudnn, attention_libraries, grouped_library, linear, triton_
+from kernels import (
+    attention,
+    attention_cudnn,
+    attention_libraries,
+    grouped_library,
+    largest_score,
+    linear,
+    triton_,
+)
+from kernels.attention_mask import AttentionMask
+from kernels.attention_scores import ScoreForm
+from kernels.partial_attention import attention_part
 from parallel.sharding import spec
 from plan.record.events import Event, HostRead, OpBegins, OpEnds
 from plan.record.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
@@ -281,12 +292,19 @@ def simulated_libraries() -> Iterator[None]:
     def installed_function(module: str, name: str) -> Callable[..., Any] | None:
         return real_function(module, name) if module.startswith("torch.") else None
 
+    def largest_by_flex(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -> Tensor:
+        columns = k[..., :attention_libraries.FLEX_MIN_HEAD_DIM]
+        _, of_queries = attention_part(q, k, columns, mask, q.dtype, form)
+        return of_queries.amax((0, 1))
+
     fused = dict.fromkeys(attention.FUSED_KERNELS, lambda call: True)
     fused[SDPBackend.CUDNN_ATTENTION] = lambda call: cudnn_takes(call.query.shape[-1], call.value.shape[-1])
     with (
         mock.patch.dict(attention.FUSED_KERNELS, fused),
         mock.patch.object(attention_libraries, "installed_function", installed_function),
         mock.patch.object(attention_libraries, "passes_trial", lambda *_: True),
+        mock.patch.object(largest_score, "passes_trial", lambda *_: True),
+        mock.patch.object(largest_score, "largest_by_flex", largest_by_flex),
         mock.patch.object(grouped_library, "obstacle_to_library", lambda *_: None),
         mock.patch.object(linear, "obstacle_to_library", lambda *_: None),
     ):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.attention.flex_attention as of_torch
 from dense_mask import dense_attention
 
-from kernels import attention_flex
+from kernels import attention_flex, largest_score
 from kernels import attention_libraries as libraries
 from kernels.attention import attention
 from kernels.attention_mask import DocumentCounts, make_attention_mask
@@ -37,17 +37,25 @@ SCORES = {
 }
 
 
+def with_largest_scores(*args, real=of_torch._apply_kernel_options):
+    """torch's check of a call, which refuses largest scores on a CPU, though its definition has them."""
+    *tensors, aux = args
+    options = real(*tensors, None if aux is None else aux._replace(max_scores=False))
+    return options | {"OUTPUT_MAX": aux is not None and aux.max_scores}
+
+
 @pytest.fixture
 def flex_on_a_cpu(monkeypatch):
     """No other library is installed, and libraries run on a CPU."""
     monkeypatch.setattr(of_torch, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(of_torch, "_apply_kernel_options", with_largest_scores)
     monkeypatch.setattr(of_torch, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(libraries, "DEVICES", ("cpu",))
     monkeypatch.setattr(libraries, "FLEX_MIN_LENGTH", 300)
     for library in libraries.LIBRARIES:
         if library.module != attention_flex.__name__:
             monkeypatch.setitem(sys.modules, library.module, None)
-    caches = (libraries.installed_function, libraries.passes_trial)
+    caches = (libraries.installed_function, libraries.passes_trial, largest_score.passes_trial)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -162,3 +170,77 @@ def test_all_layers_share_the_blocks_of_a_mask():
     mask = make_mask(300, docs=DOCUMENTS)
     assert attention_flex.block_mask(mask) is attention_flex.block_mask(mask)
     assert attention_flex.block_mask(make_mask(300, docs=DOCUMENTS)) is not attention_flex.block_mask(mask)
+
+
+# ---- the largest scores ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=["grouped", "not grouped"])
+@pytest.mark.parametrize("form", ["plain", "scale", "soft cap"])
+@pytest.mark.parametrize("masked", MASKS)
+def test_largest_scores_are_those_of_the_definition(flex_on_a_cpu, monkeypatch, masked, form, heads):
+    monkeypatch.setattr(libraries, "DTYPES", (torch.float64,))
+    s, mask, options = 300, make_mask(300, **MASKS[masked]), SCORES[form]
+    q, k = (torch.randn(2, s, number, 32, dtype=torch.float64) for number in heads)
+    assert largest_score.takes_flex(q, k)
+    found = largest_score.largest_scores(q, k, mask, ScoreForm(**options))
+
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(heads[0] // heads[1], 2))
+    scores = scores * options.get("scale", 32**-0.5)
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    want = scores.masked_fill(~mask.dense_mask, float("-inf")).amax((0, 2, 3))
+    torch.testing.assert_close(found, want, rtol=1e-12, atol=0)
+
+
+def test_a_score_that_is_not_a_number_is_seen(flex_on_a_cpu, monkeypatch):
+    monkeypatch.setattr(libraries, "DTYPES", (torch.float32,))
+    q, k = torch.randn(1, 300, 2, 32), torch.randn(1, 300, 2, 32)
+    q[0, 70, 1, 3] = float("nan")
+    found = largest_score.largest_scores(q, k, make_mask(300), ScoreForm())
+    assert found.isnan().tolist() == [False, True]
+
+
+def all_pairs(real, *args, **options):
+    s_q, s_k = (x.shape[2] for x in args[:2])
+    everything = make_attention_mask(s_k - 1, s_q, 0, s_k, None, None, CPU)
+    return real(*args, **options | {"block_mask": attention_flex.make_block_mask(everything)})
+
+
+def without_scale(real, *args, **options):
+    return real(*args, **options | {"scale": 1.0})
+
+
+def of_smallest(real, *args, **options):
+    out, aux = real(*args, **options)
+    return out, aux._replace(max_scores=-aux.max_scores)
+
+
+def not_compiled(real, *args, **options):
+    raise RuntimeError("no template fits")
+
+
+@pytest.mark.parametrize("broken, reason", [
+    (all_pairs, "a wrong result"),
+    (without_scale, "a wrong result"),
+    (of_smallest, "a wrong result"),
+    (not_compiled, "no template fits"),
+])
+def test_a_flex_attention_that_is_wrong_gives_no_scores(flex_on_a_cpu, monkeypatch, capsys, broken, reason):
+    real = attention_flex.flex_attention
+    monkeypatch.setattr(attention_flex, "flex_attention", lambda *args, **options: broken(real, *args, **options))
+    q, k = (torch.randn(1, 300, heads, 32).bfloat16() for heads in (4, 2))
+    assert not largest_score.takes_flex(q, k)
+    found = largest_score.largest_scores(q, k, make_mask(300), ScoreForm())
+    assert torch.equal(found, largest_score.largest_in_chunks(q, k, make_mask(300), ScoreForm()))
+    line = capsys.readouterr().err
+    assert "flex_attention is not used for head dim 32" in line and reason in line
+
+
+@pytest.mark.parametrize("length, dtype, head_dim", [
+    (299, torch.bfloat16, 32), (300, torch.float32, 32), (300, torch.bfloat16, 8),
+])
+def test_short_sequences_other_dtypes_and_small_heads_are_left_to_products(
+    flex_on_a_cpu, length, dtype, head_dim
+):
+    q = torch.randn(1, length, 2, head_dim).to(dtype)
+    assert not largest_score.takes_flex(q, q)
