@@ -5,6 +5,7 @@ and the modification of scores, not the blocks, which another test covers.
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -227,7 +228,7 @@ def not_compiled(real, *args, **options):
 ])
 def test_a_flex_attention_that_is_wrong_gives_no_scores(flex_on_a_cpu, monkeypatch, capsys, broken, reason):
     real = attention_flex.flex_attention
-    monkeypatch.setattr(attention_flex, "flex_attention", lambda *args, **options: broken(real, *args, **options))
+    monkeypatch.setattr(attention_flex, "flex_attention", partial(broken, real))
     q, k = (torch.randn(1, 300, heads, 32).bfloat16() for heads in (4, 2))
     assert not largest_score.takes_flex(q, k)
     found = largest_score.largest_scores(q, k, make_mask(300), ScoreForm())
