@@ -42,6 +42,7 @@ FINGERPRINT_DIGITS = 12  # of a fingerprint in a message
 IMPLIED_BY_TEXT = ("model.vocab", "model.vocab_multiple")  # need not be stated in addition to BY_TEXT
 MAX_NAMED = 4  # weights named in a message; the rest are only counted
 LAYER = re.compile(r"layers\.(\d+)\.")
+EXPERT = re.compile(r"(layers\.\d+\.mlp)\.experts\.\d+")
 ADAPTERS = (".lora_a.weight", ".lora_b.weight")  # suffixes of weights that begin as no change (model/lora.py)
 LOAD = ".router.load"  # of model.aux_kind global: a training statistic, like moments
 
@@ -72,18 +73,23 @@ class WeightOrigin:
     def stored_name(self, name: str) -> str | None:
         """Return the stored weight with the same place in the model as `name`, or None.
 
-        Multi-token prediction modules are numbered after the last block.
+        Multi-token prediction modules are numbered after the last block. An expert of a layer that has an MLP
+        there begins as that MLP (sparse upcycling, arXiv 2212.05055).
         """
         layer = LAYER.match(name)
-        if layer is None or self.source.layers == self.target.layers:
-            return name if name in self.shapes else None
-        number = int(layer[1])
-        if number >= self.target.layers:
-            number += self.source.layers - self.target.layers
-        elif number >= self.source.layers:
-            return None
-        stored = f"layers.{number}.{name[layer.end():]}"
-        return stored if stored in self.shapes else None
+        if layer is not None and self.source.layers != self.target.layers:
+            number = int(layer[1])
+            if number >= self.target.layers:
+                number += self.source.layers - self.target.layers
+            elif number >= self.source.layers:
+                return None
+            name = f"layers.{number}.{name[layer.end():]}"
+        names = name, EXPERT.sub(r"\1", name)
+        return next((each for each in names if each in self.shapes), None)
+
+    def is_copy(self, name: str) -> bool:
+        """Return whether the weight is that of an expert which begins as an MLP."""
+        return EXPERT.match(name) is not None and not EXPERT.match(self.stored_name(name) or name)
 
     def rows(self, name: str) -> NDArray[np.int64] | None:
         """Return for each of the first rows here the equivalent row there, or a negative number.
@@ -345,6 +351,9 @@ def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
     if origin.keys:
         changed = [f"{key} {written(old)} -> {written(new)}" for key, (old, new) in origin.keys.items()]
         lines.append(f"{'changed':<9}{', '.join(changed)}")
+    copies = [name for name in names[TAKEN] if origin.is_copy(name)]
+    if copies:
+        lines.append(f"{'copied':<9}{len(copies):,}: each expert begins as the MLP of its layer")
     for kind in (IN_PART, FRESH, DROPPED):
         if names[kind]:
             said = summarize_names(names[kind], lambda name, kind=kind: with_rows(origin, name, kind))

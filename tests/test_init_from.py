@@ -247,6 +247,58 @@ def test_modules_of_further_tokens_keep_their_place_behind_the_last_block(home):
     assert "fresh    9: layers.3.attn" in told and "dropped" not in told
 
 
+def first_and_last_loss(run: Path) -> tuple[float, float]:
+    """The validation losses before the first step and after the last."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    return losses[0], losses[-1]
+
+
+def test_experts_begin_as_the_mlp_of_their_layer(home, plain):
+    """Sparse upcycling: with shares that sum to 1, a mixture of equal experts computes what the MLP did."""
+    mixture = {"model__mlp__kind": "experts", "model__mlp__experts": 4, "model__mlp__top_k": 2}
+    changes = {"checkpoint__init_changes": "model.mlp.kind"}
+    told = trains(home, "upcycled", **plain, **mixture, **changes)
+    source, found = weights(home / "runs" / "plain"), weights(home / "runs" / "upcycled")
+    copies = {key for key in found if ".experts." in key}
+    assert len(copies) == 3 * 4 * 3  # layers, experts, matrices
+    for key in copies:
+        layer, matrix = key.split(".")[1], key.split(".")[5]
+        assert torch.equal(found[key], source[f"layers.{layer}.mlp.{matrix}.weight"]), key
+    routers = {f"layers.{layer}.mlp.router.weight" for layer in range(3)}
+    assert same(found, source, found.keys() - copies - routers)
+    assert "copied   36: each expert begins as the MLP of its layer" in told
+    assert "fresh    3: layers.0.mlp.router.weight" in told and "dropped" not in told
+    before, after = (first_and_last_loss(home / "runs" / name) for name in ("plain", "upcycled"))
+    assert after[0] == pytest.approx(before[1], rel=1e-6)
+
+    # a rank takes its experts, of the layers that stay
+    changes = {"checkpoint__init_changes": "model.mlp.kind,model.layers", "model__layers": 2}
+    settings = plain | mixture | changes | {"parallel__ep": 2, "train__micro_batch": 1}
+    end = job(home, 2, words(home, "upcycled-ep", settings))
+    assert end.codes == [0, 0], end.logs
+    of_ranks = weights(home / "runs" / "upcycled-ep")
+    assert same(of_ranks, found, of_ranks) and sum(".experts." in key for key in of_ranks) == 2 * 4 * 3
+
+
+def test_experts_of_another_width_or_named_ones_begin_as_in_a_new_run(home, plain):
+    mixture = {"model__mlp__kind": "experts", "model__mlp__experts": 2, "model__mlp__top_k": 1}
+    trains(home, "new-mixture", **mixture)
+    named = trains(
+        home, "named-mixture", **plain, **mixture,
+        checkpoint__init_changes="model.mlp.kind,layers.*.mlp.experts.*",
+    )
+    found, fresh = (weights(home / "runs" / name) for name in ("named-mixture", "new-mixture"))
+    assert same(found, fresh, [key for key in found if ".mlp." in key])
+    assert "copied" not in named and "dropped  9: layers.0.mlp.down.weight" in named
+
+    narrow = trains(
+        home, "narrow-mixture", **plain, **mixture | {"model__mlp__width": 16},
+        checkpoint__init_changes="model.mlp.kind",
+    )
+    assert "copied" not in narrow and "dropped  9: layers.0.mlp.down.weight" in narrow
+
+
 def test_weights_by_name_and_with_ranks(home, plain):
     """A new head: the source's is not taken. Two stages, and shards of two ranks, begin as one process."""
     changes = {"checkpoint__init_changes": "head.weight,model.layers", "model__layers": 2, "train__seed": 5}
