@@ -61,6 +61,11 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "gemma2-2b": 2_614_341_888,
     "gemma3-1b": 999_885_952,
     "olmo2-7b": 7_298_617_344,
+    # OLMo-ladder's counts leave out the embedding
+    "olmo2-190m": 190_354_176 + 768 * 100_352,
+    "olmo2-370m": 371_262_464 + 1024 * 100_352,
+    "olmo2-760m": 758_220_288 + 1536 * 100_352,
+    "olmo2-1.3b": 1_279_395_840 + 2048 * 100_352,
     "granite-3.3-2b": 2_533_539_840,
     "command-r7b": 8_028_033_024,
     "exaone4-1.2b": 1_279_391_488,
