@@ -452,8 +452,9 @@ def parse_script(module: str, words: list[str]) -> None:
     if module == "scripts.verify":
         own, settings = split_overrides(words)
         options = lab.proof.verify.command.parse_options(own)
-        check_free(read_overrides(settings))
-        tiny_config(options.name, options.world, read_overrides(settings))
+        overrides = read_overrides(settings, options.name)
+        check_free(overrides)
+        tiny_config(options.name, options.world, overrides)
         return
     if module == "scripts.launch":
         options = scripts.launch.arguments().parse_args(words)

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     """Run the command. Returns 0 if everything holds, else 1. Raises ConfigError."""
     own, settings = split_overrides(argv)
     options = parse_options(own)
-    overrides = read_overrides(settings)
+    overrides = read_overrides(settings, options.name)
     if options.coord:
         check_only_model(overrides, "--coord")
         return mup.check(options.name, options.json, options.out, overrides=overrides)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree
 from config.axes import AXES
-from config.reading import build_tree, defaults, dotted_overrides, get_phases, merge, unused
+from config.reading import build_tree, dotted_overrides, get_phases, merge, resolve, unused
 from config.reading.phases import phases_text
 from config.tree import plain_data, value_at
 
@@ -135,13 +135,14 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
     return own, settings
 
 
-def read_overrides(words: list[str]) -> Overrides:
-    """Parse the overrides on a command line.
+def read_overrides(words: list[str], name: str) -> Overrides:
+    """Parse the overrides of the recipe `name` on a command line.
 
-    Raises ConfigError, as train.py does, if a key is unknown, or a value is missing or of the wrong type.
+    Raises ConfigError, as train.py does, if the recipe has no such key, or a value is missing or of the wrong
+    type.
     """
     overrides = Overrides(tuple(dotted_overrides(words).items()))
-    overrides.apply(defaults())
+    overrides.apply(resolve(name, None, []))
     return overrides
 
 

@@ -139,7 +139,7 @@ EVERY_KEY = every_path(Config)
 
 
 def first_loss(tmp_path, *words: str, name: str = "llama3-tiny") -> float:
-    cfg = single_process(tiny_config(name, 1, read_overrides(list(words))))
+    cfg = single_process(tiny_config(name, 1, read_overrides(list(words), name)))
     folder = tmp_path / "x".join(word.strip("-") for word in (name, *words))
     folder.mkdir()
     write_corpora(folder)
@@ -377,7 +377,22 @@ def test_words_of_the_command_and_of_overrides_are_told_apart():
     words = "llama3-tiny --only mb1 sp --model.mixer.window 7 --out=a.png --model.mlp.bias=true"
     own, settings = split_overrides(f"{words} --table docs/x.md".split())
     assert own == "llama3-tiny --only mb1 sp --out=a.png --table docs/x.md".split()
-    assert str(read_overrides(settings)) == "model.mixer.window=7 model.mlp.bias=true"
+    assert str(read_overrides(settings, "llama3-tiny")) == "model.mixer.window=7 model.mlp.bias=true"
+
+
+@pytest.mark.parametrize("name, key, value", [
+    ("mixtral-tiny", "model.mlp.experts", "16"),
+    ("deepseek-v3-tiny", "model.mixer.kv_rank", "16"),
+    ("mamba-tiny", "model.blocks.linear.mixer.groups", "1"),
+])
+def test_an_override_may_be_of_any_part_that_the_recipe_has(monkeypatch, capsys, name, key, value):
+    proved = []
+    monkeypatch.setattr(command, "prove_layouts", lambda options, overrides, argv: proved.append(
+        tiny_config(options.name, 1, overrides)) or 0)
+    assert fail_cleanly(main, [name, "--world", "1", f"--{key}", value]) == 0, capsys.readouterr().err
+    assert str(value_at(proved[0], key)) == value
+    assert fail_cleanly(main, ["llama3-tiny", "--world", "1", f"--{key}", value]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {'.'.join(key.split('.')[:3])}")
 
 
 def test_a_window_of_ones_own_stays_in_the_wide_cells():
@@ -419,7 +434,8 @@ def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, cap
 @pytest.mark.parametrize("fp8, batches", [(None, [8, 8]), ("blockwise", [8, 8]), ("tensorwise", [1, 1])])
 def test_one_process_has_the_microbatches_of_scales_in_every_phase(fp8, batches):
     """Its phases had whole batches, and scales of other tokens than the layout's."""
-    cfg = tiny_config("llama3-tiny", 2, read_overrides(["--train.phases", "configs/phases/proof.yaml"]))
+    name, phases = "llama3-tiny", ["--train.phases", "configs/phases/proof.yaml"]
+    cfg = tiny_config(name, 2, read_overrides(phases, name))
     alone = single_process(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, fp8=fp8)))
     assert [phase.cfg.train.micro_batch for phase in get_phases(alone).all[1:]] == batches
 
