@@ -13,13 +13,14 @@ import torch
 import yaml
 from core_bundle import made_up_rows, write_core
 from prepared_data import prepare_rows
-from ranks import MODEL
+from ranks import MODEL, corpus
 from tokenizer_families import make_tokenizer
 
 import train
 from checkpoint.trained import load_run
 from data.task_files import read_tasks
 from data.task_scores import encode_tasks
+from runtime.failure import fail_cleanly
 from scripts import convert, evaluate
 
 TEXT = "the cat sat on the mat, and the rat sat on the cat"
@@ -113,3 +114,17 @@ def test_core_of_a_run_is_core_by_hand(tmp_path, capsys):
     ]
     assert compared == pytest.approx(means, abs=1e-4, nan_ok=True)
     assert any(value != value for value in means)
+
+
+def test_an_error_in_a_bundle_ends_a_run_before_any_work(tmp_path, capsys):
+    folder = write_core(tmp_path / "core", made_up_rows(8))
+    (folder / "eval_data" / "of" / "who.jsonl").unlink()
+    words = ["--log.dir", tmp_path, "--log.name", "run", "--data.path", corpus(tmp_path)]
+    says = f"{folder}/core.yaml:3: who: there is no file {folder}/eval_data/of/who.jsonl; add it, or take "
+    for key, main, *more in (
+        ("eval.tasks", train.main, "llama3-tiny", *MODEL, *words, "--eval.tasks", folder),
+        ("--tasks", evaluate.main, "nowhere", "--tasks", folder),  # before the run is looked for
+    ):
+        assert fail_cleanly(main, [*map(str, more)]) == 2
+        assert f"error: {key}: {says}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
