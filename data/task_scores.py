@@ -110,7 +110,7 @@ def encode_tasks(
     rows: list[TextRow] = []
     num_cut = num_unknown = 0
     for task in tasks:
-        most = context if task.in_core else context + 1  # ids; nothing is predicted from the last one
+        most = context if task.in_core else context + 1  # ids; the last is not read, but counts in CORE
         for index, example in enumerate(task.examples):
             prompt = task.prompt(index)
             texts: list[TextRow] = []
