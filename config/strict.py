@@ -89,6 +89,16 @@ def read_yaml(path: Path | str) -> Tree:
     raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")
 
 
+def list_lines(path: Path | str, key: str) -> list[int]:
+    """Return the line of each item of the list `key` of a file that read_yaml reads; [] without one."""
+    with open(path, encoding="utf-8") as file:
+        root = yaml.compose(file, StrictYamlLoader)
+    for name, value in root.value if isinstance(root, yaml.MappingNode) else []:
+        if name.value == key and isinstance(value, yaml.SequenceNode):
+            return [item.start_mark.line + 1 for item in value.value]
+    return []
+
+
 def read_yaml_value(path: Path | str) -> Any:
     """Return the file's content: keys and values, a list, a single value, or None if it is empty.
 

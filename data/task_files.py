@@ -15,18 +15,18 @@ import csv
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import ConfigError, read_yaml
+from config.optimizers import to_text
+from config.strict import list_lines
 
 ORDER_SEED = 1337  # for the order of a task's examples
 SHOTS_SEED = 1234  # + example index: selects the few-shot examples in its prompt
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-CHOICE_TYPES = ("multiple_choice", "schema")  # in CORE
-TEXT_TYPE = "language_modeling"
 
 
 class Option(NamedTuple):
@@ -228,11 +228,14 @@ class Layout(NamedTuple):
     read: Callable[[Item], Content]
 
 
+CORE_LAYOUTS = {  # of each icl_task_type
+    "multiple_choice": Layout("query choices gold", read_core_choices),
+    "schema": Layout("context_options continuation gold", read_schema),
+    "language_modeling": Layout("context continuation", read_continuation),
+}
 LAYOUTS = (  # the first match is used
     Layout("context choices answer", read_choices),
-    Layout("query choices gold", read_core_choices),
-    Layout("context_options continuation gold", read_schema),
-    Layout("context continuation", read_continuation),
+    *CORE_LAYOUTS.values(),
     Layout("ctx endings label", read_hellaswag),
     Layout("goal sol1 sol2 label", read_piqa),
     Layout("sentence option1 option2 answer", read_winogrande),
@@ -312,8 +315,8 @@ def make_task(
     return ScoredTask(name, tuple(kept), shots, delimiter, baseline, in_core)
 
 
-def read_examples(path: Path) -> list[Example]:
-    """Read the examples of a file in order: all with choices, or all without.
+def read_examples(path: Path, layouts: Sequence[Layout] = LAYOUTS) -> list[Example]:
+    """Read the examples of a file in order, in any of the layouts: all with choices, or all without.
 
     Raises ConfigError, OSError.
     """
@@ -324,7 +327,7 @@ def read_examples(path: Path) -> list[Example]:
                 continue
             place = f"{path}:{number}"
             try:
-                example = read_example(line, place)
+                example = read_example(line, place, layouts)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{place}: {error}") from None
             has_choices = len(example.options) > 1
@@ -336,7 +339,7 @@ def read_examples(path: Path) -> list[Example]:
     return examples
 
 
-def read_example(line: bytes, place: str) -> Example:
+def read_example(line: bytes, place: str, layouts: Sequence[Layout]) -> Example:
     """Parse one line of a file. Raises ValueError."""
     try:
         item = json.loads(line)
@@ -347,10 +350,10 @@ def read_example(line: bytes, place: str) -> Example:
     if not isinstance(item, dict):
         raise ValueError(f"expected an object of JSON, got {type(item).__name__}")
 
-    layout = next((one for one in LAYOUTS if all(key in item for key in one.keys.split())), None)
+    layout = next((one for one in layouts if all(key in item for key in one.keys.split())), None)
     if layout is None:
         has = ", ".join(sorted(item)) or "none"
-        raise ValueError(f"no known layout has the keys {has}; write context, choices and answer")
+        raise ValueError(f"no known layout has the keys {has}; write {to_text(layouts[0].keys.split())}")
     content = layout.read(item)
     if any(not option.continuation.strip() for option in content.options):
         raise ValueError("an answer without text")
@@ -365,38 +368,64 @@ def read_example(line: bytes, place: str) -> Example:
 # ---- CORE --------------------------------------------------------------------------------------------------
 
 
+class ListedTask(NamedTuple):
+    """An entry of core.yaml: the path in eval_data/, and the number of few-shot examples."""
+    label: str
+    file: str
+    kind: str
+    shots: int
+    delimiter: str
+
+
 def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[ScoredTask]:
     """Read the tasks of a folder in CORE's format."""
-    listing = folder / "core.yaml"
+    listing, baselines_file = folder / "core.yaml", folder / "eval_meta_data.csv"
     entries = read_yaml(listing).get("icl_tasks")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{listing}: icl_tasks must be a list of tasks")
-    baselines = read_baselines(folder / "eval_meta_data.csv")
-    for entry in entries:
+    baselines = read_baselines(baselines_file)
+    for line, entry in zip(list_lines(listing, "icl_tasks"), entries):
+        place = f"{listing}:{line}"
+        task = read_listed(entry, place)
+        if task.label not in baselines:
+            raise ConfigError(f"{place}: {task.label} has no Random baseline in {baselines_file}; add it, or "
+                              "take the task out")
+        path = folder / "eval_data" / task.file
         try:
-            label, file, kind = entry["label"], entry["dataset_uri"], entry["icl_task_type"]
-            own_shots = int(entry["num_fewshot"][0])
-            delimiter = str(entry.get("continuation_delimiter", " "))
-        except (KeyError, TypeError, IndexError, ValueError):
-            raise ConfigError(f"{listing}: a task needs label, dataset_uri, icl_task_type and num_fewshot "
-                              f"[N], and there is {entry!r}") from None
-        if label not in baselines:
-            raise ConfigError(f"{folder / 'eval_meta_data.csv'}: has no Random baseline of {label}")
-
-        path = folder / "eval_data" / file
-        examples = read_examples(path)
-        has_choices = len(examples[0].options) > 1
-        if kind not in (CHOICE_TYPES if has_choices else (TEXT_TYPE,)):
-            raise ConfigError(f"{listing}: {label} is of the type {kind}, and {path} is not")
+            examples = read_examples(path, [CORE_LAYOUTS[task.kind]])
+        except FileNotFoundError:
+            raise ConfigError(f"{place}: {task.label}: there is no file {path}; add it, or take the task out"
+                              ) from None
         yield make_task(
-            label,
+            task.label,
             examples,
             limit=limit,
-            shots=own_shots if shots is None else shots,
-            baseline=baselines[label],
-            delimiter=delimiter,
+            shots=task.shots if shots is None else shots,
+            baseline=baselines[task.label],
+            delimiter=task.delimiter,
             in_core=True,
         )
+
+
+def read_listed(entry: Any, place: str) -> ListedTask:
+    """Parse an entry of core.yaml, which may list several numbers of shots: the first counts.
+
+    Raises ConfigError.
+    """
+    try:
+        texts = [entry[key] for key in ("label", "dataset_uri", "icl_task_type")]
+        shots = entry["num_fewshot"][0]
+        texts.append(entry.get("continuation_delimiter", " "))
+        if type(shots) is not int or shots < 0 or not all(isinstance(text, str) for text in texts):
+            raise ValueError
+    except (KeyError, TypeError, IndexError, ValueError):
+        raise ConfigError(f"{place}: a task needs label, dataset_uri, icl_task_type and num_fewshot [N], and "
+                          f"there is {entry!r}") from None
+    label, file, kind, delimiter = texts
+    if kind not in CORE_LAYOUTS:
+        raise ConfigError(f"{place}: {label}: icl_task_type {kind!r} is unknown; CORE has "
+                          f"{to_text(CORE_LAYOUTS)}")
+    return ListedTask(label, file, kind, shots, delimiter)
 
 
 def read_baselines(path: Path) -> dict[str, float]:
@@ -404,13 +433,21 @@ def read_baselines(path: Path) -> dict[str, float]:
     baselines: dict[str, float] = {}
     with open(path, encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file)
-        for row in rows:
-            try:
-                share = float(row["Random baseline"]) / 100
-                baselines[row["Eval Task"]] = share
-            except (KeyError, TypeError, ValueError):
-                raise ConfigError(f"{path}:{rows.line_num}: needs the columns Eval Task and Random baseline "
-                                  "(percent)") from None
-            if not 0 <= share < 1:
-                raise ConfigError(f"{path}:{rows.line_num}: a Random baseline of {100 * share:g} percent")
+        try:
+            for row in rows:
+                task, share = read_baseline(row, f"{path}:{rows.line_num}")
+                baselines[task] = share
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(f"{path}: not a table in UTF-8: {error}") from None
     return baselines
+
+
+def read_baseline(row: dict[str, str], place: str) -> tuple[str, float]:
+    """Return (task, accuracy of guessing) of a row. Raises ConfigError."""
+    try:
+        task, share = row["Eval Task"], float(row["Random baseline"]) / 100
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"{place}: needs the columns Eval Task and Random baseline (percent)") from None
+    if not 0 <= share < 1:
+        raise ConfigError(f"{place}: a Random baseline of {100 * share:g} percent")
+    return task, share

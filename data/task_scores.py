@@ -11,13 +11,18 @@ Metrics of a multiple-choice task:
 
     acc         the correct answer has the largest log-probability; on ties, the first counts
     acc_norm    the same, per byte of the answer (lm-eval divides by characters)
-    acc_token   the same, per token (CORE)
+    acc_token   the correct text has the largest log-probability per token, of those that are compared
     bpb         -log2 p(correct answer) per byte of it, averaged over examples: smooth where accuracy is not
     centered    (accuracy - baseline) / (1 - baseline), with acc_token
 
 A continuation task has acc (each token is the most likely one), bpb and centered (from acc). CORE is the mean
 of `centered` over its tasks (arXiv 2406.11794). Bytes are the answer's in UTF-8, without leading space.
+
+Compared tokens are those of nanochat's CORE: all behind the beginning that the texts of an example share; in
+a schema, where contexts differ and the continuation does not, all of the end that they share. A text with
+which all others begin has none, and is chosen only if it stands first.
 """
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +34,7 @@ from torch import Tensor
 
 from config import ConfigError
 from data.prompts import Prompts
-from data.task_files import ScoredTask
+from data.task_files import Example, ScoredTask
 from kernels.cross_entropy import IGNORE_INDEX
 from parallel.wire import comm
 from parallel.wire.comm import Group
@@ -42,15 +47,18 @@ Forward = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class TextRow(NamedTuple):
-    """The ids [n] of a text. The last `num_scored` are scored."""
+    """The ids [n] of a text. The last `num_scored` are the answer; the last `num_compared` are compared."""
     ids: Tensor
     num_scored: int
+    num_compared: int
 
 
 class Score(NamedTuple):
-    """Sum of log-probabilities (nats) of a row's scored ids, and whether each is the most likely token."""
+    """Sum of log-probabilities (nats) of a row's answer, whether each of its ids is the most likely token,
+    and the sum of the ids that are compared."""
     log_prob: float
     is_likeliest: bool
+    compared: float
 
 
 @dataclass(frozen=True)
@@ -102,30 +110,50 @@ def encode_tasks(
     rows: list[TextRow] = []
     num_cut = num_unknown = 0
     for task in tasks:
+        most = context if task.in_core else context + 1  # ids; the last is not read, but counts in CORE
         for index, example in enumerate(task.examples):
             prompt = task.prompt(index)
+            texts: list[TextRow] = []
             for option in example.options:
                 before = prompt + task.before(example, option)
                 row = encode(before, option.continuation, prompts, special)
-                if not 0 < row.num_scored <= context:
+                if not 0 < row.num_scored < most:
                     raise ConfigError(f"{key}: {example.place}: an answer of {row.num_scored} tokens; the "
-                                      f"model takes 1 to {context} (model.context)")
-                rows.append(TextRow(row.ids[-(context + 1):], row.num_scored))
-                num_cut += len(row.ids) > context + 1
+                                      f"model takes 1 to {most - 1} (model.context)")
+                texts.append(row)
+                num_cut += len(row.ids) > most
                 num_unknown += prompts.count_unknown(row.ids.tolist())
+            for row, count in zip(texts, count_compared(example, texts)):
+                kept = row.ids[-most:]
+                rows.append(TextRow(kept, row.num_scored, min(count, len(kept) - 1)))
     return EncodedTasks(tasks, rows, num_cut, num_unknown)
 
 
 def encode(before: str, continuation: str, prompts: Prompts, special: bool = False) -> TextRow:
     """Encode a text and score its end, after `before`. `special` is as in encode_tasks."""
     whole = prompts.document(before + continuation, special)
-    known = prompts.document(before.rstrip(), special)
-    shared = 0
-    while shared < min(len(known), len(whole)) and known[shared] == whole[shared]:
-        shared += 1
+    shared = count_shared([whole, prompts.document(before.rstrip(), special)])
     start = [] if shared else [prompts.before_text]
     ids = torch.tensor([*start, *whole], dtype=torch.int32)
-    return TextRow(ids, len(whole) - shared)
+    return TextRow(ids, len(whole) - shared, len(whole) - shared)
+
+
+def count_compared(example: Example, texts: Sequence[TextRow]) -> list[int]:
+    """Return the number of compared ids at the end of each option's text."""
+    if len(texts) == 1:
+        return [texts[0].num_scored]
+    ids = [row.ids.tolist() for row in texts]
+    if len({option.continuation for option in example.options}) > 1:
+        shared = count_shared(ids)
+        return [len(each) - shared for each in ids]
+    shared = count_shared([each[::-1] for each in ids])
+    return [min(shared, *(len(each) - 1 for each in ids))] * len(ids)  # nothing predicts a first id
+
+
+def count_shared(lists: Sequence[Sequence[int]]) -> int:
+    """Count the leading ids that all lists have."""
+    columns = zip(*lists)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 # ---- rows -> scores ----------------------------------------------------------------------------------------
@@ -165,33 +193,39 @@ def score_rows(
     """Return the score of each row, the same on every rank.
 
     `replicas` divide the rows, `stages` divide the layers; None means a single rank. Row lengths are
-    multiples of `multiple`. Collective: one all-reduce of two numbers per row over each group, in addition to
-    the communication in `forward`.
+    multiples of `multiple`. Collective: one all-reduce of three numbers per row over each group, besides what
+    `forward` sends.
     """
     rank, ranks = (replicas.index, replicas.size) if replicas else (0, 1)
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    results = torch.zeros(len(rows), 2, dtype=dtype, device=device)
+    results = torch.zeros(len(rows), len(Score._fields), dtype=dtype, device=device)
     for round_ in divide_rows(rows, ranks, batch_tokens, multiple):
         own = round_.indices[rank::ranks]
         tokens = torch.zeros(round_.rows, round_.length, dtype=torch.int64)
         targets = torch.full_like(tokens, IGNORE_INDEX)
         for place, index in enumerate(own):
-            ids, num_scored = rows[index]
-            end = len(ids) - 1
+            ids, end, count = rows[index].ids, len(rows[index].ids) - 1, num_targets(rows[index])
             tokens[place, :end] = ids[:-1]
-            targets[place, end - num_scored:end] = ids[-num_scored:]  # padding comes after the scored ids
+            targets[place, end - count:end] = ids[-count:]  # padding comes after them
         found = forward(tokens.to(device), targets.to(device))
         if found is None:
             continue
-        counts = [rows[index].num_scored for index in own]
-        for index, part in zip(own, found.to(dtype).split(counts, 1)):
-            results[index, 0] = part[0].sum()
-            results[index, 1] = part[1].min()
+        counts = [num_targets(rows[index]) for index in own]
+        for index, (log_probs, hits) in zip(own, found.to(dtype).split(counts, 1)):
+            row = rows[index]
+            results[index, 0] = log_probs[-row.num_scored:].sum()
+            results[index, 1] = hits[-row.num_scored:].min()
+            results[index, 2] = log_probs[len(log_probs) - row.num_compared:].sum()
 
     for group in (replicas, stages):
         if group is not None:
             results = comm.all_reduce_sum(results, group)
-    return [Score(log_prob, likeliest > 0.5) for log_prob, likeliest in results.tolist()]
+    return [Score(log_prob, likeliest > 0.5, compared) for log_prob, likeliest, compared in results.tolist()]
+
+
+def num_targets(row: TextRow) -> int:
+    """Count the last ids of a text whose log-probabilities are needed."""
+    return max(row.num_scored, row.num_compared)
 
 
 # ---- scores -> metrics -------------------------------------------------------------------------------------
@@ -250,10 +284,11 @@ def task_metrics(task: ScoredTask, rows: Sequence[TextRow], scores: Sequence[Sco
         nbytes = [num_bytes(option.continuation) for option in example.options]
         sums["bpb"] -= log_probs[example.answer] / math.log(2) / nbytes[example.answer]
         if task.has_choices:
-            tokens = [row.num_scored for row in rows[start:end]]
+            tokens = [row.num_compared for row in rows[start:end]]
+            compared = [score.compared for score in scores[start:end]]
             sums["acc"] += likeliest(log_probs) == example.answer
             sums["acc_norm"] += likeliest(divided(log_probs, nbytes)) == example.answer
-            sums["acc_token"] += likeliest(divided(log_probs, tokens)) == example.answer
+            sums["acc_token"] += likeliest(divided(compared, tokens)) == example.answer
         else:
             sums["acc"] += scores[start].is_likeliest
         start = end
@@ -268,9 +303,10 @@ def num_bytes(continuation: str) -> int:
 
 
 def divided(values: Sequence[float], counts: Sequence[int]) -> list[float]:
-    return [value / count for value, count in zip(values, counts)]
+    """Divide each value by its count. Without a count it is nan, which no value is above or below."""
+    return [value / count if count else math.nan for value, count in zip(values, counts)]
 
 
 def likeliest(log_probs: Sequence[float]) -> int:
-    """Return the index of the largest value; on ties the first."""
+    """Return the index of the largest value; on ties the first. A nan counts only in the first place."""
     return max(range(len(log_probs)), key=log_probs.__getitem__)

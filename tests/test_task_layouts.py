@@ -8,6 +8,7 @@ import math
 import pytest
 import run_folder
 import torch
+from core_bundle import made_up_rows, write_core
 from ranks import MODEL, corpus, job
 
 import train
@@ -44,6 +45,7 @@ def home(tmp_path_factory):
     for number, (context, continuation) in enumerate(TEXTS):
         line = json.dumps({"context": context, "continuation": continuation})
         (home / f"text{number}.jsonl").write_text(line + "\n")
+    write_core(home / "core", made_up_rows(5))
     corpus(home)
     return home
 
@@ -55,7 +57,7 @@ def arguments(home, name, recipe, more=""):
         recipe, *MODEL, *size,
         *("--train.dtype", "fp64", "--train.steps", "2", "--optim.lr", "0.01", "--eval.every", "1"),
         *("--data.path", str(home / "text"), "--checkpoint.every", "none"),
-        *("--eval.tasks", ",".join(["configs/tasks", *files]), "--eval.tasks_limit", "5"),
+        *("--eval.tasks", ",".join(["configs/tasks", *files, str(home / "core")]), "--eval.tasks_limit", "5"),
         *("--eval.tasks_every", "2", "--log.dir", str(home), "--log.name", name),
         *more.split(),
     ]
@@ -101,10 +103,12 @@ def test_a_layout_gives_the_numbers_of_one_process(home, alone, tmp_path, recipe
     assert list(found) == [0, 1, 2] and not found[1]  # eval.tasks_every 2
     for step in (0, 2):
         assert found[step] == pytest.approx(want[step], abs=1e-9, rel=1e-9)
-        assert len(found[step]) == 2 * 5 + len(TEXTS) * 3
+        assert len(found[step]) == 4 * 5 + (len(TEXTS) + 1) * 3 + 1
     assert found[0] != pytest.approx(found[2], abs=1e-3)
     lines = [line for line in end.logs[0].splitlines() if line.startswith(" task 2  ")]
-    assert len(lines) == 2 + len(TEXTS) + 1 and lines[-1].startswith(" task 2  14 examples in ")
+    core = found[2]["tasks/core"]
+    assert len(lines) == 2 + len(TEXTS) + 3 + 1
+    assert lines[-1].startswith(f" task 2  CORE {core:.4f} over its tasks, 29 examples in ")
     assert not any(" task " in line for log in end.logs[1:] for line in log.splitlines())
 
 
@@ -113,9 +117,11 @@ def test_the_script_gives_the_numbers_of_the_loop(home, alone, capsys):
     files = [str(home / f"text{number}.jsonl") for number in range(len(TEXTS))]
     capsys.readouterr()
     folder = str(home / "llama2-tiny")
-    assert main([folder, "--tasks", "configs/tasks", *files, "--limit", "5", "--json"]) == 0
+    tasks = ["configs/tasks", *files, str(home / "core")]
+    assert main([folder, "--tasks", *tasks, "--limit", "5", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     flat = {f"tasks/{name}/{key}": value for name, of in found["tasks"].items() for key, value in of.items()}
+    flat["tasks/core"] = found["core"]
     assert found["step"] == 2 and flat == pytest.approx(want, abs=1e-12, rel=1e-12)
 
 

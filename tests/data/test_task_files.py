@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from core_bundle import write_core
 
 from config import ConfigError
 from data.task_files import read_tasks
@@ -122,29 +123,23 @@ def test_a_limit_takes_the_same_examples_every_time(tmp_path):
     assert few == whole[:7]
 
 
-def listed(label, uri, shots, kind):
-    return {"label": label, "dataset_uri": uri, "num_fewshot": [shots], "icl_task_type": kind}
-
-
 def core(folder, **changes):
-    """A folder in CORE's form, with three tasks. changes: of the first."""
-    first = listed("sums", "math/sums.jsonl", 2, "multiple_choice") | {"continuation_delimiter": "\nAnswer: "}
-    schema = listed("who", "who.jsonl", 0, "schema")
-    text = listed("words", "words.jsonl", 1, "language_modeling")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "core.yaml").write_text(json.dumps({"icl_tasks": [first | changes, schema, text]}))
-    (folder / "eval_meta_data.csv").write_text(
-        "Eval Task,Task Category,Random baseline\nsums,math,25\nwho,language,50.0\nwords,language,0.0\n"
-    )
+    """A folder in CORE's form, with three tasks. changes: of the entry of the first, in line 2."""
     sums = [{"query": f"{i} + 1 =", "choices": [f"{i + d}" for d in range(4)], "gold": 1} for i in range(9)]
     names = [
         {"context_options": [f"Ann{i}", f"Tom{i}"], "continuation": "came home", "gold": i % 2}
         for i in range(6)
     ]
     texts = [{"context": f"number {i} is followed by", "continuation": f"{i + 1}"} for i in range(6)]
-    written(folder / "eval_data" / "math", *sums, name="sums.jsonl")
-    written(folder / "eval_data", *names, name="who.jsonl")
-    written(folder / "eval_data", *texts, name="words.jsonl")
+    facts = {
+        "sums": ("multiple_choice", 2, 25, "\nAnswer: "),
+        "who": ("schema", 0, 50.0, None),
+        "words": ("language_modeling", 1, 0.0, None),
+    }
+    write_core(folder, {"sums": sums, "who": names, "words": texts}, facts)
+    first, *others = json.loads((folder / "core.yaml").read_text())["icl_tasks"]
+    lines = ",\n".join(json.dumps(entry) for entry in (first | changes, *others))
+    (folder / "core.yaml").write_text(f'{{"icl_tasks": [\n{lines}\n]}}')
     return folder
 
 
@@ -170,17 +165,27 @@ def test_a_folder_of_core_has_the_prompts_of_nanochat(tmp_path):
     assert len(fewer.examples) == 5 and fewer.prompt(0).count("Answer: ") == 4
 
 
+NEEDS = "core.yaml:2: a task needs label, dataset_uri, icl_task_type and num_fewshot [N], and there is {"
+
+
 @pytest.mark.parametrize("changes, says", [
-    ({"label": "other"}, "eval_meta_data.csv: has no Random baseline of other"),
-    ({"icl_task_type": "schema_"}, "core.yaml: sums is of the type schema_, and "),
-    ({"num_fewshot": 2}, "core.yaml: a task needs label, dataset_uri, icl_task_type and num_fewshot [N]"),
-    ({"dataset_uri": "none.jsonl"}, "none.jsonl: No such file or directory"),
+    ({"label": "other"}, "core.yaml:2: other has no Random baseline in {}/eval_meta_data.csv; add it, or "),
+    ({"icl_task_type": "schema_"}, "core.yaml:2: sums: icl_task_type 'schema_' is unknown; CORE has multiple_"
+     "choice, schema and language_modeling"),
+    ({"icl_task_type": "schema"}, "eval_data/of/sums.jsonl:1: no known layout has the keys choices, gold, "
+     "query; write context_options, continuation and gold"),
+    *((changes, NEEDS) for changes in (
+        {"num_fewshot": 2}, {"num_fewshot": []}, {"num_fewshot": ["2"]}, {"num_fewshot": [-1]},
+        {"dataset_uri": 3}, {"icl_task_type": ["schema"]}, {"continuation_delimiter": None},
+    )),
+    ({"dataset_uri": "none.jsonl"}, "core.yaml:2: sums: there is no file {}/eval_data/none.jsonl; add it, "),
     ({"num_fewshot": [9]}, "sums: a prompt shows 9 other examples, and there are 9 "),
 ])
 def test_a_folder_of_core_that_does_not_hang_together_is_refused(tmp_path, changes, says):
     with pytest.raises(ConfigError) as refused:
         read_tasks("eval.tasks", str(core(tmp_path, **changes)))
-    assert says in str(refused.value) and str(refused.value).startswith("eval.tasks: ")
+    line = str(refused.value)
+    assert says.replace("{}", str(tmp_path)) in line and line.startswith("eval.tasks: ") and "\n" not in line
 
 
 NO_LIST = "core.yaml: icl_tasks must be a list of tasks"
@@ -189,7 +194,7 @@ NO_LIST = "core.yaml: icl_tasks must be a list of tasks"
 @pytest.mark.parametrize("listing, says", [
     ({}, NO_LIST),
     *(({"icl_tasks": value}, NO_LIST) for value in (None, [], "sums", {"a": 1})),
-    *(({"icl_tasks": [task]}, "core.yaml: a task needs label") for task in (3, "sums", {"label": "sums"})),
+    *(({"icl_tasks": [task]}, "core.yaml:1: a task needs label") for task in (3, "sums", {"label": "sums"})),
 ])
 def test_a_listing_of_core_without_tasks_is_refused(tmp_path, listing, says):
     (core(tmp_path) / "core.yaml").write_text(json.dumps(listing))
@@ -202,9 +207,10 @@ def test_a_listing_of_core_without_tasks_is_refused(tmp_path, listing, says):
     ("Eval Task,Random baseline\nsums,-1\n", "csv:2: a Random baseline of -1 percent"),
     ("Eval Task,Random baseline\nsums,much\n", "csv:2: needs the columns"),
     ("Eval Task,baseline\nsums,25\n", "csv:2: needs the columns"),
+    (b"Eval Task,Random baseline\nsums\xff,25\n", "csv: not a table in UTF-8: "),
 ])
 def test_a_random_baseline_that_is_not_a_share_is_refused(tmp_path, text, says):
-    (core(tmp_path) / "eval_meta_data.csv").write_text(text)
+    (core(tmp_path) / "eval_meta_data.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=re.escape(says)):
         read_tasks("eval.tasks", str(tmp_path))
 

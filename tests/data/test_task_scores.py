@@ -41,7 +41,7 @@ def scored(before, continuation, tok=BYTES):
 ])
 def test_the_header_names_four_tasks_and_counts_the_rest(count, names):
     tasks = [SimpleNamespace(name=f"t{number}", examples=[None] * 300) for number in range(count)]
-    rows = [TextRow(torch.zeros(4, dtype=torch.int32), 1)] * 2000
+    rows = [TextRow(torch.zeros(4, dtype=torch.int32), 1, 1)] * 2000
     told = EncodedTasks(tasks, rows).describe()
     assert told == f"{names}: {300 * count:,} examples, 2,000 texts, 8,000 tokens"
 
@@ -96,8 +96,9 @@ def task(examples, shots=0, baseline=0.25, in_core=False, name="t"):
 
 
 def given(log_probs):
-    """A model whose rows have these scores."""
-    return lambda rows: [value if isinstance(value, Score) else Score(value, False) for value in log_probs]
+    """A model whose rows have these scores: (of the answer, of what is compared), or one for both."""
+    pairs = [value if isinstance(value, tuple) else (value, value) for value in log_probs]
+    return lambda rows: [Score(whole, False, compared) for whole, compared in pairs]
 
 
 def test_answers_are_chosen_by_sum_by_byte_and_by_token():
@@ -105,13 +106,13 @@ def test_answers_are_chosen_by_sum_by_byte_and_by_token():
     endings = ["a", "bbbbbbbb", "  cé"]  # 1, 8 and 3 bytes
     example = Example(tuple(Option("x", ending) for ending in endings), 0, "f:1")
     nats = [-2.0, -4.0, -6.0]
-    rows = [TextRow(torch.zeros(9, dtype=torch.int32), count) for count in (1, 2, 6)]
+    rows = [TextRow(torch.zeros(9, dtype=torch.int32), 1, count) for count in (1, 2, 3)]
 
     for right in range(3):
         one = Example(example.options, right, "f:1")
         encoded = encode_tasks("k", [task([one])], Prompts(BYTES), 100)
         encoded = type(encoded)(encoded.tasks, rows)
-        report = score_tasks(encoded, given(nats))
+        report = score_tasks(encoded, given([(-2.0, -2.0), (-4.0, -4.0), (-6.0, -3.0)]))
         found = report.metrics["t"]
         assert found["acc"] == (right == 0)  # -2 is the largest
         assert found["acc_norm"] == (right == 1)  # -2, -0.5, -2
@@ -137,8 +138,8 @@ def test_core_is_the_mean_of_centered_accuracies():
         task(chosen, baseline=0.5, name="apart"),
     ]
     encoded = encode_tasks("k", tasks, Prompts(BYTES), 100)
-    ends = [Score(-math.log(2), True), Score(-math.log(16), False), -1.0, -2.0, -2.0, -1.0]
-    report = score_tasks(encoded, given(ends))
+    ends = [Score(-math.log(2), True, 0.0), Score(-math.log(16), False, 0.0)]
+    report = score_tasks(encoded, lambda rows: [*ends, *given([-1.0, -2.0, -2.0, -1.0])(rows)])
     assert report.metrics["texts"] == pytest.approx({"acc": 0.5, "bpb": (1 / 2 + 4 / 4) / 2, "centered": 0.5})
     assert report.metrics["chosen"]["centered"] == 1 and report.metrics["apart"]["centered"] == -1
     assert report.core == 0.75 and report.flat()["tasks/core"] == 0.75
@@ -173,11 +174,55 @@ def test_what_the_model_does_not_see_is_counted(tmp_path):
     assert encode_tasks("k", [task([Example(options[3:], 0, "f:1")])], prompts, 4).lost == ""
 
 
+def compared(*texts):
+    """What is compared of each (context, continuation)."""
+    example = Example(tuple(Option(*text) for text in texts), 0, "f:1")
+    rows = encode_tasks("k", [task([example])], Prompts(BYTES), 100).rows
+    return [bytes(row.ids.tolist()[len(row.ids) - row.num_compared:]) for row in rows]
+
+
+def test_choices_are_compared_where_they_begin_to_differ():
+    assert compared(("on", " the mat"), ("on", " the rats")) == [b"mat", b"rats"]
+    assert compared(("on", " a mat"), ("on", " the mat"), ("on", " ale")) == [b"a mat", b"the mat", b"ale"]
+    assert compared(("on", " me"), ("on", " men")) == [b"", b"n"]
+    assert compared(("on", " me")) == [b" me"]
+
+
+def test_contexts_are_compared_in_the_end_that_they_share():
+    assert compared(("the rat", " sat"), ("a cat", " sat")) == [b"at sat"] * 2
+    assert compared(("a rat", " sat"), ("a dog", " sat")) == [b" sat"] * 2
+    assert compared(("at", " sat"), ("cat", " sat")) == [b"t sat"] * 2  # nothing predicts a first token
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_choice_that_begins_all_others_is_chosen_in_the_first_place_alone(place):
+    """As the minimum of Python's list of losses is, in nanochat, if one is nan."""
+    endings = ["me", "men"] if place == 0 else ["men", "me"]
+    example = Example(tuple(Option("x", ending) for ending in endings), place, "f:1")
+    encoded = encode_tasks("k", [task([example])], Prompts(BYTES), 100)
+    assert [row.num_compared for row in encoded.rows] == ([0, 1] if place == 0 else [1, 0])
+    assert score_tasks(encoded, given([-3.0, -3.0])).metrics["t"]["acc_token"] == (place == 0)
+
+
+def test_a_text_of_core_has_the_tokens_of_the_context():
+    """Another task has one more, which the last token needs not."""
+    example = Example((Option("abcdefgh", "xy"), Option("bcdefgh", "xz")), 0, "f:1")
+    rows = encode_tasks("k", [task([example], in_core=True)], Prompts(BYTES), 5).rows
+    assert [bytes(row.ids.tolist()) for row in rows] == [b"fghxy", b"fghxz"]
+    with pytest.raises(ConfigError, match=r"f:1: an answer of 2 tokens; the model takes 1 to 1 "):
+        encode_tasks("k", [task([example], in_core=True)], Prompts(BYTES), 2)
+    contexts = Example((Option("Z23456", "x"), Option("Y23456", "x")), 0, "f:1")
+    for row in encode_tasks("k", [task([contexts], in_core=True)], Prompts(BYTES), 5).rows:
+        assert row.num_scored == 1 and row.num_compared == 4  # of the 6 that they share
+
+
 def random_rows(count, seed=0):
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 90, (count,), generator=rng).tolist()
     return [
-        TextRow(torch.randint(0, 50, (n,), generator=rng, dtype=torch.int32), 1 + index % (n - 1))
+        TextRow(
+            torch.randint(0, 50, (n,), generator=rng, dtype=torch.int32), 1 + index % (n - 1), index * 7 % n
+        )
         for index, n in enumerate(lengths)
     ]
 
@@ -214,11 +259,14 @@ def test_rows_have_the_scores_of_a_bigram_model(batch_tokens):
     liked = [3]
     for _ in range(5):
         liked.append(int(table[liked[-1]].argmax()))
-    rows.append(TextRow(torch.tensor(liked, dtype=torch.int32), 5))
+    rows.append(TextRow(torch.tensor(liked, dtype=torch.int32), 5, 0))
     found = score_rows(rows, forward, batch_tokens=batch_tokens, device=torch.device("cpu"))
     for row, score in zip(rows, found):
         ids = row.ids.tolist()
-        pairs = list(zip(ids, ids[1:]))[-row.num_scored :]
+        pairs = list(zip(ids, ids[1:]))
+        last = pairs[len(pairs) - row.num_compared :]
+        assert score.compared == pytest.approx(sum(float(table[a, b]) for a, b in last), abs=1e-12)
+        pairs = pairs[-row.num_scored :]
         assert score.log_prob == pytest.approx(sum(float(table[a, b]) for a, b in pairs), abs=1e-12)
         assert score.is_likeliest == all(int(table[a].argmax()) == b for a, b in pairs)
     assert found[-1].is_likeliest and not all(score.is_likeliest for score in found)
