@@ -127,11 +127,11 @@ def dion(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
 
 RULES = {
     "adamw": adamw,
-    "dion": dion,  # on hidden matrices; adamw on the rest
     "lamb": lamb,
     "lars": lars,
     "lion": lion,
-    "muon": muon,  # likewise
+    "muon": muon,  # on hidden matrices; adamw on the rest
     "normuon": normuon,  # likewise
+    "dion": dion,  # likewise
     "sgd": sgd,
 }
