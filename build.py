@@ -146,8 +146,8 @@ def build_run(
     data: the train split, or None if the run does not read one. phase: the number of the phase in
     train.phases; each phase is built as a separate run.
 
-    Raises ConfigError before anything is allocated. Collective with Muon, NorMuon, LAMB and LARS, whose ranks
-    exchange what they own; with other optimizers there is no communication.
+    Raises ConfigError before anything is allocated. Collective with Muon, NorMuon, Dion, LAMB and LARS, whose
+    ranks exchange what they own; with other optimizers there is no communication.
     """
     phases = get_phases(cfg)
     cfg = phases.all[phase - 1].cfg

@@ -76,6 +76,13 @@ OPTIMIZERS = {
         needs_whole_matrices=True,
         mup_power=0.5,
     ),
+    "dion": OptimizerSpec(  # as muon
+        implementation="optim.dion:Dion",
+        keys=("beta1", "beta2", "eps", "momentum", "rank_fraction"),
+        moments=2,
+        needs_whole_matrices=True,
+        mup_power=0.5,
+    ),
     "lamb": OptimizerSpec(
         implementation="optim.lamb:LAMB",
         keys=("beta1", "beta2", "eps"),

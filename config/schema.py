@@ -16,7 +16,17 @@ from config.optimizers import OPTIMIZERS
 from config.pattern import BlockVariant, kinds_of_layers
 from config.rule import Rule
 from config.strict import ConfigError
-from config.tree import AtLeastOne, BelowOne, Count, CountOrZero, NotNegative, Positive, Share, with_values
+from config.tree import (
+    AtLeastOne,
+    BelowOne,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Portion,
+    Positive,
+    Share,
+    with_values,
+)
 
 MAX_LOSS_SCALE = 2.0**24  # largest loss scale of fp16 training (optim/scaler.py)
 FP8_SIDES = {"blockwise": 128, "mxfp8": 32, "nvfp4": 16}  # {train.fp8 with blocks: side of a block}
@@ -243,6 +253,7 @@ class OptimConfig:
     momentum: BelowOne = 0.95  # decay of the momentum, for optimizers that have one instead of beta1
     orthogonalize: Literal["newton-schulz", "polar-express"] = "newton-schulz"  # of a matrix: one polynomial
     #   five times, or the best five (arXiv 2505.16932)
+    rank_fraction: Portion = 0.25  # of dion: rank of the update of a matrix, over its smaller side
     eps: Positive = 1e-8  # added to the square root of the second moment
     weight_decay: NotNegative = 0.1  # decoupled weight decay of matrices; norms and biases have none
     groups: str | None = None  # rates of some parameters, by role or by pattern of names, separated by ";":

@@ -123,7 +123,7 @@ class Muon(Optimizer):
         """Replace parts of matrices by parts of the orthogonalized matrices, in place.
 
         `views` lists (box, its values) for all parts of the stage's hidden matrices on this rank. is_good:
-        whether the step counts (scalar bool); unused here, but NorMuon keeps its second moments otherwise.
+        whether the step counts (scalar bool); unused here, but NorMuon and Dion have further moments to keep.
         """
         matrices = gather_matrices(views, self.plan, self.group, self.empty)
         for matrix in matrices.values():

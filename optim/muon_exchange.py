@@ -5,6 +5,7 @@ the momentum of each matrix to its owner, and another sends the results to all r
 already on the owner are not sent, so a matrix of n elements costs at most n elements on the way to the owner,
 and n per copy on the way back.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -90,19 +91,22 @@ def plan_matrix_exchange(held_by_rank: BoxesByRank, counted_by_rank: BoxesByRank
     )
 
 
-def plan_row_exchange(plan: MatrixExchange) -> MatrixExchange:
-    """Return a plan with the same owners for one value of each row, [m, 1] for a matrix [m, n]."""
+def map_boxes(plan: MatrixExchange, mapped: Callable[[Box], Box | None]) -> MatrixExchange:
+    """Return a plan with the same owners for another matrix beside each.
 
-    def rows(boxes: list[Box]) -> list[Box]:
-        return [row_box(box) for box in boxes]
+    mapped: a box of the matrix [m, n] -> a box of the other one, or None if the other has no such part.
+    """
+    def parts(boxes: list[Box]) -> list[Box]:
+        return [part for part in map(mapped, boxes) if part is not None]
 
+    wholes = parts([Box.whole(key, shape) for key, shape in plan.shapes.items()])
     return MatrixExchange(
-        shapes={key: (shape[0], 1) for key, shape in plan.shapes.items()},
-        kept_here=rows(plan.kept_here),
-        send_to=[rows(boxes) for boxes in plan.send_to],
-        receive_from=[rows(boxes) for boxes in plan.receive_from],
-        return_to=[rows(boxes) for boxes in plan.return_to],
-        return_from=[rows(boxes) for boxes in plan.return_from],
+        shapes={whole.key: whole.shape for whole in wholes},
+        kept_here=parts(plan.kept_here),
+        send_to=[parts(boxes) for boxes in plan.send_to],
+        receive_from=[parts(boxes) for boxes in plan.receive_from],
+        return_to=[parts(boxes) for boxes in plan.return_to],
+        return_from=[parts(boxes) for boxes in plan.return_from],
     )
 
 

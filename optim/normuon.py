@@ -19,7 +19,7 @@ from optim.muon import SCALE, Muon
 from optim.muon_exchange import (
     BoxValues,
     gather_matrices,
-    plan_row_exchange,
+    map_boxes,
     return_matrices,
     row_box,
 )
@@ -39,7 +39,7 @@ class NorMuon(Muon):
     def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
         super().__init__(cfg, buckets, mesh)
         self.second_moment = {index: zeros_like_master(self.buckets[index]) for index in self.hidden_buckets}
-        self.row_plan = plan_row_exchange(self.plan)
+        self.row_plan = map_boxes(self.plan, row_box)
 
     def state(self) -> Moments:
         second = [self.second_moment.get(index) for index in range(len(self.buckets))]

@@ -6,8 +6,8 @@
 The program's own build_run and train_step run as a rank of N, on tensors without storage, down the paths that
 they take on the cluster's GPU (--cluster cpu: those of a CPU). The first rank of each place in the pipeline
 is recorded, or --ranks. The others of a place do the same on shards of the same size, or of a smaller one;
-under Muon and NorMuon each has other matrices. Nothing needs a GPU, and nothing is timed: times are modelled,
-from rates that are assumed (plan/record/rates.py) and the cluster's links.
+under Muon, NorMuon and Dion each has other matrices. Nothing needs a GPU, and nothing is timed: times are
+modelled, from rates that are assumed (plan/record/rates.py) and the cluster's links.
 
 What depends on values is assumed: every target counts, experts get equal shares of the tokens, and under
 data.doc_mask each sequence is one document.
@@ -81,6 +81,7 @@ SEARCHED = ("data.", "eval.", "log.", "checkpoint.")  # keys that a step does no
 ASK_OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "muon": ("pipeline_stage", ()),
     "normuon": ("pipeline_stage", ()),
+    "dion": ("pipeline_stage", ()),
     "lamb": ("world", GROUP_AXES["expert_model_parallel"]),
     "lars": ("world", GROUP_AXES["expert_model_parallel"]),
 }

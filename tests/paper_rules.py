@@ -19,6 +19,7 @@ class Update:
     momentum: float = 0.95
     eps: float = 1e-8
     orthogonalize: str = "newton-schulz"
+    rank_fraction: float = 0.25
 
 
 def sgd(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
@@ -101,6 +102,29 @@ def normuon(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
     return w - u.lr * u.decay * w - 0.2 * u.lr * math.sqrt(w.numel()) / x.norm() * x
 
 
+def orthonormal_columns(x: Tensor) -> Tensor:
+    """Gram and Schmidt, twice."""
+    found: list[Tensor] = []
+    for column in x.T:
+        for earlier in (*found, *found):
+            column = column - (earlier @ column) * earlier
+        found.append(column / column.norm())
+    return torch.stack(found, 1)
+
+
+def dion(w: Tensor, g: Tensor, state: dict, u: Update) -> Tensor:
+    """arXiv 2504.05295, algorithm 1, for a hidden matrix, with Muon's scale. dion_q [m, n], Q^T in its first
+    rows, is there before the first step."""
+    rank = math.ceil(u.rank_fraction * min(w.shape))
+    b = state.get("dion_m", 0) + g
+    p = orthonormal_columns(b @ state["dion_q"][:rank].T)
+    r = b.T @ p
+    state["dion_m"] = b - (1 - u.momentum) * p @ r.T
+    turned_q = torch.stack([column / column.norm() for column in r.T])
+    state["dion_q"] = torch.cat((turned_q, state["dion_q"][rank:]))
+    return w * (1 - u.lr * u.decay) - u.lr * 0.2 * math.sqrt(max(w.shape)) * p @ turned_q
+
+
 RULES = {
     "adamw": adamw,
     "lamb": lamb,
@@ -108,5 +132,6 @@ RULES = {
     "lion": lion,
     "muon": muon,  # on hidden matrices; adamw on the rest
     "normuon": normuon,  # likewise
+    "dion": dion,  # likewise
     "sgd": sgd,
 }

@@ -152,7 +152,7 @@ CASES = [
     "--data.doc_mask true", "--model.mixer.window 8",
     "--model.mixer.qk_norm head --parallel.recompute selective --parallel.recompute_parts core,norm,act",
     "--parallel.schedule zb-h1", "--train.dtype fp16", "--optim.name muon", "--optim.name lamb",
-    "--optim.name normuon --optim.orthogonalize polar-express",
+    "--optim.name normuon --optim.orthogonalize polar-express", "--optim.name dion",
     "--optim.qk_clip 1", "--optim.states 8bit",
     "--optim.name lars", "--optim.name lion", "--optim.name sgd", "--model.mtp.modules 1",
     "--model.positions learned --model.mixer.rope none --model.mixer.bias all --model.norm.kind layernorm "

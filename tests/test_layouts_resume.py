@@ -155,3 +155,23 @@ def test_mixtures_with_what_their_routers_keep(pools, tmp_path, name):
         for target in MIXTURES:
             found = on(pools, target, load, build_config(target, name=name), path, truth)
             assert_continues(source, target, found, results[0][1])
+
+
+@pytest.mark.slow
+def test_dion_continues_under_another_layout_and_at_another_rank(pools, tmp_path):
+    """Rows of its basis that a smaller rank did not read are there when a larger one does."""
+
+    def config(layout: str, rank: float):
+        return with_values(build_config(layout), {"optim.name": "dion", "optim.rank_fraction": rank})
+
+    source = "tp2 pp2 v-shaped"
+    results = on(pools, source, save, config(source, 0.25), tmp_path)
+    truth, losses = tensors_of(results), results[0][1]
+    ((_, path),) = store.committed_checkpoints(tmp_path)
+    for target in ("one", "tp2 sp dp2 zero3"):
+        assert_continues(source, target, on(pools, target, load, config(target, 0.25), path, truth), losses)
+    targets = ("one", "rep2 dp2 zero2")
+    alone, sharded = (on(pools, target, load, config(target, 1.0), path, truth) for target in targets)
+    assert alone[0][2][0] == pytest.approx(losses[0], rel=BOUND)  # before its first update
+    assert alone[0][2][1] != pytest.approx(losses[1], rel=1e-6)
+    assert_continues(*targets, sharded, alone[0][2])

@@ -379,7 +379,8 @@ MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after,
     "rounded states": ("dp2 zero1", "tp2 pp2", "--optim.states bf16"),
     "moments in 8 bits": ("dp2 zero1", "tp2 pp2", "--optim.states 8bit"),
     "matrices of Muon": ("tp2 pp2", "dp4 zero0", "--optim.name muon"),
-    "rows of NorMuon": ("tp2 pp2", "dp4 zero1", "--optim.name normuon"),
+    "rows of NorMuon": ("tp2 pp2", "dp4 zero3", "--optim.name normuon"),
+    "bases of Dion": ("tp2 pp2", "dp4 zero3", "--optim.name dion"),
 }
 INEXACT = {"sums of errors", "rounded states", "moments in 8 bits"}  # another layout sums, or rounds, others
 

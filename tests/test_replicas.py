@@ -202,6 +202,7 @@ SOUND = [
     "--parallel.zero 0 --optim.name muon --parallel.reduce hierarchy --parallel.node 2",
     "--parallel.zero 0 --optim.name muon --parallel.tp 2",
     "--parallel.zero 0 --optim.name normuon --parallel.tp 2",
+    "--parallel.zero 0 --optim.name dion --parallel.tp 2",
     "--parallel.zero 0 --optim.states 8bit --parallel.tp 2",
     "--parallel.zero 0 --parallel.compress int8 --parallel.tp 2",
     "--parallel.zero 0 --parallel.compress powersgd --parallel.powersgd_rank 2 --checkpoint.async_save true",

@@ -122,6 +122,7 @@ BUNDLES: dict[str, Values] = {
         "optim.beta1": 0.8,
         "optim.beta2": 0.9,
         "optim.momentum": 0.8,
+        "optim.rank_fraction": 0.5,
         "optim.weight_decay": 0.3,
         "optim.groups": "embedding: lr_factor 0.5, weight_decay 0.05; layers.1.*: lr_factor 2",
         "parallel.timeout_s": 200.0,

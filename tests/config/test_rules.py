@@ -140,6 +140,8 @@ CASES = [
     (having(optim__qk_clip=100.0, model__mixer__qk_norm="unweighted"), 1, "optim.qk_clip", False),
     (having(optim__qk_clip=100.0, model__mixer__softcap=30.0), 1, "optim.qk_clip", False),
     (having(optim__qk_clip=0.0), 1, "optim.qk_clip", False),
+    (having(optim__name="dion", optim__rank_fraction=0.0), 1, "optim.rank_fraction", False),
+    (having(optim__name="dion", optim__rank_fraction=1.5), 1, "optim.rank_fraction", False),
     (having(optim__qk_clip=100.0, optim__groups="embedding: lr_factor 0"), 1, "optim.qk_clip", False),
     (having(parallel__ep=2), 2, "parallel.ep", False),
     (having(parallel__ep_chunks=2), 2, "parallel.ep_chunks", False),

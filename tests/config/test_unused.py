@@ -37,6 +37,7 @@ CASES = (
     ({"spike_rewinds": 1}, "--optim.spike_sigma 1e9", "--optim.spike_sigma 1e9 --optim.spike_rewind 9", 1),
     ({"momentum": 0.5}, "--optim.name lion", "--optim.name lars", 1),
     ({"orthogonalize": "polar-express"}, "--optim.name lars", "--optim.name normuon", 1),
+    ({"rank_fraction": 0.5}, "--optim.name muon", "--optim.name dion", 1),
     ({"beta1": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"beta2": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"eps": 1e-4}, "--optim.name lion", "--optim.name muon", 1),

@@ -96,7 +96,7 @@ def test_adamw_is_torchs_with_scaled_rates_and_the_decay_of_the_base(name):
 
 
 @pytest.mark.parametrize("model", ["mixtral-tiny", "kimi-delta-tiny"])
-@pytest.mark.parametrize("name, power", [("lion", 1.0), ("muon", 0.5), ("normuon", 0.5)])
+@pytest.mark.parametrize("name, power", [("lion", 1.0), ("muon", 0.5), ("normuon", 0.5), ("dion", 0.5)])
 def test_lion_and_muon_move_a_hidden_matrix_by_their_share(name, power, model):
     """One step from the same weights, gradients and momentum, without decay: the plain one over m^power."""
     moved = {}

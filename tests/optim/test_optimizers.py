@@ -3,6 +3,7 @@
 import heapq
 import itertools
 import random
+from collections import defaultdict
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
 
 STEPS, LR, DECAY = 20, 0.01, 0.1
-OF_MATRICES = ("muon", "normuon")  # AdamW on the rest
+OF_MATRICES = ("dion", "muon", "normuon")  # AdamW on the rest
 
 
 def forecast_run(name, groups=None, **optim):
@@ -47,6 +48,16 @@ def trained(name, groups=None, **optim):
     return start, grads, whole(lambda b: b.weights.master), run
 
 
+def first_states(name):
+    """{key: {moment: tensor}} of the moments that do not begin at 0: Dion's Q."""
+    run, states = forecast_run(name), defaultdict(dict)
+    for moment, flats in run.optim.state().items():
+        for b, flat in zip(run.buckets, flats):
+            for box, part in get_boxes(b, flat) if flat is not None and flat.any() else ():
+                states[box.key][moment] = part.clone()
+    return states
+
+
 def rule_of(name, key, w):
     """(rule, how far 20 steps may be from it) of a tensor."""
     if name not in OF_MATRICES:
@@ -57,19 +68,21 @@ def rule_of(name, key, w):
 
 WAYS = [
     *((name, {}) for name in RULES),
-    *((name, {"orthogonalize": "polar-express"}) for name in OF_MATRICES),
+    *((name, {"orthogonalize": "polar-express"}) for name in ("muon", "normuon")),
+    *(("dion", {"rank_fraction": fraction}) for fraction in (0.01, 1.0)),
 ]
 
 
-@pytest.mark.parametrize("name, optim", WAYS, ids=lambda value: "".join(value) if value else None)
+@pytest.mark.parametrize("name, optim", WAYS, ids=["-".join(map(str, (n, *o.values()))) for n, o in WAYS])
 def test_an_optimizer_follows_the_rule_of_its_paper(name, optim):
-    """Muon's and NorMuon's on hidden matrices, with AdamW's on the rest."""
+    """Muon's, NorMuon's and Dion's on hidden matrices, with AdamW's on the rest."""
     assert RULES.keys() == OPTIMIZERS.keys()
+    first = first_states(name)
     start, grads, end, _ = trained(name, **optim)
     assert end.keys() == start.keys()
     for key, w in start.items():
         rule, tolerance = rule_of(name, key, w)
-        state = {}
+        state = first[key]
         for step, g in enumerate(grads, 1):
             w = rule(w, g[key], state, Update(step, LR, DECAY if w.dim() > 1 else 0.0, **optim))
         torch.testing.assert_close(end[key], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")
@@ -87,6 +100,7 @@ def test_a_group_of_parameters_has_its_own_rate_and_decay(name):
             return 2.0, DECAY if w.dim() > 1 else 0.0
         return (1.0, DECAY) if w.dim() > 1 else (0.0, 0.0)
 
+    first = first_states(name)
     start, grads, end, _ = trained(name, groups)
     for key, w in start.items():
         factor, decay = factor_and_decay(key, w)
@@ -94,7 +108,7 @@ def test_a_group_of_parameters_has_its_own_rate_and_decay(name):
         if factor == 0:
             continue
         rule, tolerance = rule_of(name, key, w)
-        state = {}
+        state = first[key]
         for step, g in enumerate(grads, 1):
             w = rule(w, g[key], state, Update(step, factor * LR, decay))
         torch.testing.assert_close(end[key], w, rtol=tolerance, atol=tolerance, msg=lambda m: f"{key}: {m}")
@@ -111,13 +125,14 @@ def test_muon_keeps_one_moment_of_hidden_matrices_and_adamws_two_of_the_rest():
     assert all("norm" in key for key in keys - {"embed.weight", "head.weight"})
 
 
+@pytest.mark.parametrize("call", ["step", "update"])  # a GPU updates, whatever is_good says
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_changes_nothing(name):
+def test_a_skipped_step_changes_nothing(name, call):
     _, _, before, run = trained(name)
     state = {k: [None if f is None else f.clone() for f in flats] for k, flats in run.optim.state().items()}
     for b in run.buckets:
         b.grads.local.fill_(float("nan"))
-    run.optim.step(STEPS + 1, LR, torch.tensor(float("nan")), torch.tensor(False))
+    getattr(run.optim, call)(STEPS + 1, LR, torch.tensor(float("nan")), torch.tensor(False))
     for b in run.buckets:
         assert all(torch.equal(part, before[box.key]) for box, part in get_boxes(b, b.weights.master))
     for k, flats in run.optim.state().items():
@@ -163,6 +178,40 @@ def test_a_matrix_without_gradients_stays(name):
     for b, old in zip(run.buckets, before):
         if b.is_hidden:
             torch.testing.assert_close(b.weights.master, old * (1 - LR * DECAY) ** 2, rtol=1e-12, atol=1e-14)
+
+
+def hidden_parts(run, flats):
+    """{key: part} of the hidden matrices, copied; flats: one for each bucket."""
+    boxes = [found for b, flat in zip(run.buckets, flats) if b.is_hidden for found in get_boxes(b, flat)]
+    return {box.key: part.clone() for box, part in boxes}
+
+
+def test_dion_moves_what_the_gradients_have_and_keeps_the_rest_of_its_basis():
+    """Gradients of rank 2, as of an expert with two tokens, then of any rank."""
+    run = forecast_run("dion")
+    stream = torch.Generator().manual_seed(3)
+    masters = lambda: hidden_parts(run, [b.weights.master for b in run.buckets])
+    bases = lambda: hidden_parts(run, run.optim.state()["dion_q"])
+    start, first = masters(), bases()
+    ranks = {key: -(-min(w.shape) // 4) for key, w in start.items()}
+    assert min(ranks.values()) > 2
+    for rank_of_gradient in (2, None):
+        before, old = masters(), bases()
+        for b in run.buckets:
+            b.grads.local.normal_(generator=stream)
+            for _, part in get_boxes(b, b.grads.local) if b.is_hidden and rank_of_gradient else ():
+                part.copy_(part[:, :2] @ part[:2])
+        run.optim.step(1, LR, torch.tensor(1.0, dtype=torch.float64), torch.tensor(True))
+        new = bases()
+        for key, w in masters().items():
+            moved, rank = rank_of_gradient or ranks[key], ranks[key]
+            change = before[key] * (1 - LR * DECAY) - w
+            sizes = torch.linalg.svdvals(change / (LR * 0.2 * max(w.shape) ** 0.5))
+            assert sizes[moved - 1] > 1e-3 and sizes[moved:].max() < 1e-9, key
+            changed = (new[key] != old[key]).any(1)
+            assert changed.tolist() == [row < moved for row in range(len(w))], key
+            torch.testing.assert_close(new[key][:moved].norm(dim=1), torch.ones(moved, dtype=w.dtype))
+            assert torch.equal(new[key][rank:], first[key][rank:])
 
 
 def test_every_piece_of_a_matrix_travels_once():

@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: the r
 import compare  # noqa: E402
 import families  # noqa: E402
 import theirs  # noqa: E402
-from paper_rules import RULES, Update, adamw, muon, normuon  # noqa: E402
+from paper_rules import RULES, Update, adamw, dion, muon, normuon  # noqa: E402
 
 LLAMA, MIXTRAL = families.DENSE[1], families.MIXTURES[0]
 QWEN2_MOE = families.MIXTURES[1]
@@ -102,7 +102,7 @@ class ByHand:
                 optim.step()
 
     def updated(self, name, w, g, state, update):
-        of_matrices = self.rule in (muon, normuon)
+        of_matrices = self.rule in (dion, muon, normuon)
         rule = adamw if of_matrices and not is_hidden(name) else self.rule
         return rule(w, g, state, update)
 
@@ -152,6 +152,21 @@ def muon_of_torch(mine: ByHand) -> list:
     ]
 
 
+MATRICES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+
+
+class DionByHand(ByHand):
+    """Dion, whose Q^T begins with normal numbers, of a generator with the hash of (seed, name, 0)."""
+
+    def __init__(self, model, *rest, **more) -> None:
+        super().__init__(model, *rest, **more)
+        for key in (f"layers.{i}.{part}.weight" for i in range(2) for part in MATRICES):
+            name, _ = theirs.place(model, key)
+            digest = hashlib.sha256(f"1234/{key}@dion_q/0".encode()).digest()
+            stream = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            self.state[name]["dion_q"] = torch.randn(self.params[name].shape, generator=stream).double()
+
+
 class AdamBf16(ByHand):
     """AdamW whose weights and moments are stored in bf16, rounded stochastically (arXiv 2010.06192): 16
     random bits below the last one that bf16 keeps are added, the carry decides. The bits: splitmix64's
@@ -170,10 +185,9 @@ class AdamBf16(ByHand):
         state["adam_v"] = nearby(state["adam_v"], bits >> np.uint64(32))
         return nearby(new, bits)
 
-    def __init__(self, model, recipe, rate, rule) -> None:
-        super().__init__(model, recipe, rate, rule)
-        parts = ["attn.q", "attn.k", "attn.v", "attn.o", "attn_norm", "mlp_norm", "mlp.gate", "mlp.up"]
-        parts.append("mlp.down")
+    def __init__(self, model, *rest) -> None:
+        super().__init__(model, *rest)
+        parts = (*MATRICES, "attn_norm", "mlp_norm")
         self.model = model
         self.keys = ["embed", "head", "norm", *(f"layers.{i}.{part}" for i in range(2) for part in parts)]
 
@@ -190,11 +204,13 @@ RECIPES = {
     "adamw-bf16": {},
     "muon": {},
     "normuon": {},
+    "dion": {},
     "lamb": {"clip": 1.5},
     "lion": {"lr": 3e-3, "min_lr": 3e-4},
     "sgd": {"lr": 0.1, "min_lr": 0.02},
     "lars": {"lr": 0.5, "min_lr": 0.1, "clip": 2.2},
 }
+BY_HAND = {"dion": DionByHand}
 # (torch's own, how far it may end from the rule's)
 LIBRARIES = {"sgd": (sgd_of_torch, 1e-9), "muon": (muon_of_torch, 1e-4)}
 
@@ -211,7 +227,8 @@ def test_an_optimizer_trains_as_the_rule_of_its_paper(place, note, name):
     made = []
 
     def optimizer(*args) -> ByHand:
-        made.append(AdamBf16(*args, RULES[rule]) if states else ByHand(*args, RULES[rule], library))
+        kind = AdamBf16 if states else BY_HAND.get(rule, ByHand)
+        made.append(kind(*args, RULES[rule], library))
         return made[0]
 
     row, *_ = compare.prove(*place, family, more, optimizer=optimizer)
@@ -246,7 +263,7 @@ def test_groups_of_parameters_train_as_torchs(place, note):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name,power", [("lion", 1.0), ("muon", 0.5), ("normuon", 0.5)])
+@pytest.mark.parametrize("name,power", [("lion", 1.0), ("muon", 0.5), ("normuon", 0.5), ("dion", 0.5)])
 def test_mup_scales_the_rates_of_lion_and_muon(place, note, name, power):
     """Hidden matrices learn m^-power times as fast: a sign's update grows with the width as Adam's does; an
     orthogonal one of Adam's size has a spectral norm that grows as the width's root (arXiv 2310.17813)."""
@@ -257,6 +274,6 @@ def test_mup_scales_the_rates_of_lion_and_muon(place, note, name, power):
         family,
         f"--optim.name {name} --model.mup.base 16",
         lambda weight: mup_rate(weight) ** power,
-        partial(ByHand, rule=RULES[name]),
+        partial(BY_HAND.get(name, ByHand), rule=RULES[name]),
     )
     note(row)

@@ -146,6 +146,7 @@ DENSE = [
     (2, "--optim.name muon --parallel.pp 2"),
     (4, "--optim.name muon --parallel.pp 2"),
     (4, "--optim.name normuon --parallel.tp 2 --parallel.zero 1"),
+    (4, "--optim.name dion --parallel.tp 2 --parallel.zero 1"),
     (4, "--optim.name lamb --parallel.pp 2 --parallel.zero 1"),
 ]
 MIXTURES = [

@@ -173,6 +173,13 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
         ),
     ),
     (
+        "optim/dion",
+        (
+            VerifyRun("llama3-tiny", 2, "tp2 dion"),
+            VerifyRun("mixtral-tiny", 2, "dp2 ep2 dion"),
+        ),
+    ),
+    (
         "model/qk_clip",
         (
             VerifyRun("llama3-tiny", 4, "tp4 qk-clip"),

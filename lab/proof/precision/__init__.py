@@ -66,7 +66,8 @@ Layouts that compute a product or a sum in another order (tp, cp, ep) start with
 masters m_s - m_0 depends on the optimizer. SGD and LARS are linear in the gradient. A direction that is a
 sign (Lion; Adam's first steps, and LAMB's) flips where the error exceeds the gradient, with probability
 rho / pi, and is then off by 2: 2 sqrt(rho / pi). The polynomial of Muon and NorMuon multiplies a small
-direction by at most 3.4445^5 = 485 (kernels/newton_schulz.py), and is never off by more than 2.
+direction by at most 3.4445^5 = 485 (kernels/newton_schulz.py), and is never off by more than 2. Dion gives
+every direction that it finds the same size, however small: 2.
 
 These are errors of the terms that add up to a gradient. Later in a run the terms cancel but stay as large, so
 gradients are compared relative to the largest gradient of the run so far (at the start all tokens pull in the

@@ -193,6 +193,8 @@ def path_bound(cfg: Config, rho: float) -> float:
     """Return the bound on the relative distance of the masters' paths if gradients are off by rho."""
     if cfg.optim.name in ("sgd", "lars"):
         return rho
+    if cfg.optim.name == "dion":  # as small as the last singular value is, rho may turn its direction
+        return 2.0
     sign = min(2.0, 2 * math.sqrt(rho / math.pi))
     if cfg.optim.name in ("muon", "normuon"):
         return min(2.0, max(sign, MUON_SLOPE * rho))

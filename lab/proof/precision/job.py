@@ -23,6 +23,7 @@ LEARNING_RATES = {
     "adamw-bf16": 3e-5,  # masters and moments in bf16
     "muon": 3e-3,
     "normuon": 3e-3,
+    "dion": 3e-3,
     "lamb": 1e-2,
     "lars": 5.0,
     "lion": 1e-3,

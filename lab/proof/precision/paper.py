@@ -19,6 +19,7 @@ from lab.proof.precision.recorded_run import RecordedRun
 
 LARS_TRUST = 0.001  # eta of LARS (arXiv 1708.03888)
 MUON_SLOPE = 485  # Muon's polynomial multiplies a small direction by at most 3.4445^5
+DION_NOISE = (2 * U32)**(2 / 3)  # what optim/dion.py takes for rounding in fp32, relative to the norm
 TINY = 1e-30
 
 
@@ -102,6 +103,44 @@ def normuon(before: Before) -> Update:
         moments={
             "normuon_m": before.moment("normuon_m", momentum),
             "normuon_v": before.moment("normuon_v", second).with_tolerance(of_square),
+        },
+    )
+
+
+def dion(before: Before) -> Update:
+    """Dion (arXiv 2504.05295, algorithm 1), times Muon's scale. Q^T is in the first rows of its moment.
+
+    An orthonormal basis is off by the roundings of a product, times the condition of its columns at norm 1
+    (Higham 2002, Accuracy and Stability of Numerical Algorithms, 19.9), and never by more than 2.
+    """
+    optim, master, old = before.optim, before.master, before.moments["dion_q"]
+    rank = math.ceil(optim.rank_fraction * min(master.shape))
+    buffer = before.moments["dion_m"] + before.grad
+    product = buffer @ old[:rank].T
+    left, triangle = torch.linalg.qr(product)
+    left = left * torch.where(triangle.diagonal() < 0, -1.0, 1.0)
+    right = buffer.T @ left
+    lengths = right.norm(dim=0)
+    is_found = lengths > DION_NOISE * buffer.norm()
+    left, right = left * is_found, right * is_found
+    basis = torch.where(is_found, right / lengths, old[:rank].T)
+    momentum = buffer - (1 - optim.momentum) * left @ right.T
+    scale = 0.2 * math.sqrt(max(master.shape))
+    change = -optim.lr * before.decay * master - optim.lr * scale * left @ basis.T
+
+    # of a column of P, and of each column of Q
+    condition = float(torch.linalg.cond((product / product.norm(dim=0))[:, is_found]))
+    of_left = min(2.0, SIGMAS * U32 * math.sqrt(max(master.shape)) * condition)
+    of_basis = (2 * of_left * buffer.norm() / lengths).clamp(max=2.0) * is_found
+    slack = of_left * float(basis.norm()) + float(of_basis.norm())
+    of_rest = (1 - optim.momentum) * 2 * of_left * float(buffer.norm()) * math.sqrt(rank)
+    moment = torch.cat((basis.T, old[rank:]))
+    of_moment = torch.cat((of_basis[:, None].expand(rank, old.shape[1]), torch.zeros_like(old[rank:])))
+    return Update(
+        master=before.changed_by(change).with_tolerance(optim.lr * scale * slack),
+        moments={
+            "dion_m": before.moment("dion_m", momentum).with_tolerance(of_rest),
+            "dion_q": Expected(moment, 16 * U32 * moment.abs() + of_moment + TINY),
         },
     )
 
@@ -202,7 +241,8 @@ def trust_ratio(master: Tensor, direction: Tensor) -> float:
 PAPERS: dict[str, Callable[[Before], Update]] = {  # by the moment that the optimizer keeps for a parameter
     "muon_m": muon,
     "normuon_m": normuon,
-    "adam_m": adamw_or_lamb,  # Muon and NorMuon use AdamW for vectors and embeddings
+    "dion_m": dion,
+    "adam_m": adamw_or_lamb,  # Muon, NorMuon and Dion use AdamW for vectors and embeddings
     "lion_m": lion,
     "momentum": sgd_or_lars,
 }

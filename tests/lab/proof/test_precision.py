@@ -81,6 +81,7 @@ MORE = [
     (LLAMA, 2, Cell("bf16", "lamb", 1, 7, FULL)),
     (LLAMA, 2, Cell("fp16", "muon", 0, 8, SELECTIVE)),
     (LLAMA, 2, Cell("bf16", "normuon", 1, 8, 0)),
+    (LLAMA, 2, Cell("bf16", "dion", 1, 1, 0)),
     (MIXTURE, 2, Cell("bf16", "lion", 0, 9, FULL)),
     (MIXTURE, 2, Cell("bf16", "adamw", 1, 10, 0)),
     (LLAMA, 2, Cell("fp8", "lamb", 2, 6, MTP)),
