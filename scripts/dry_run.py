@@ -296,11 +296,14 @@ def make_program(cfg: Config) -> Program:
     """Wrap build_run and train_step for a recording. With distill.teacher, reads the teacher's sizes."""
     if cfg.distill.teacher is None:
         return training_program(cfg, build_run, train_step)
-    from checkpoint.teacher import place_teacher, read_teacher_config
+    from checkpoint.teacher import place_teacher, read_model
+    from config.reading.teacher import teacher_config
+
+    model = read_model(cfg)
 
     def build_both(cfg: Config, mesh: Mesh, *others: Any) -> TrainingRun:
         run = build_run(cfg, mesh, *others)
-        place_teacher(run, read_teacher_config(cfg, mesh.world.size), make_buckets)
+        place_teacher(run, teacher_config(cfg, model, cfg.distill.teacher, mesh.world.size), make_buckets)
         return run
 
     return training_program(cfg, build_both, train_step)

@@ -29,7 +29,8 @@ MODEL = (
     "--model.mixer.rope.base 10000 --model.mixer.rope.scaling none"
 ).split()
 RUN = (
-    "--model.vocab 257 --data.tokenizer bytes --data.pack best_fit --train.dtype fp64 --train.seq_len 48 --train.micro_batch 2 --train.global_batch 4 "
+    "--model.vocab 257 --data.tokenizer bytes --data.pack best_fit --train.dtype fp64 --train.seq_len 48 "
+    "--train.micro_batch 2 --train.global_batch 4 "
     f"--train.threads 1 --train.steps {STEPS} --optim.lr {LR} --optim.weight_decay 0 --optim.clip {CLIP} "
     "--optim.warmup 0 --optim.decay constant --eval.batches 1 --eval.sample 0 --log.every 1"
 ).split()
@@ -183,7 +184,8 @@ def test_the_teacher_stays_as_it_is_and_out_of_checkpoints(home):
     assert torch.equal(table[:257], theirs.model.embed_tokens.weight)
     params = list(teacher_of(ours.run).stage.parameters())
     assert not any(p.requires_grad or p.main_grad is not None for p in params)
-    assert not {id(p) for p in params} & {id(p) for stage in ours.run.stages.values() for p in stage.parameters()}
+    own = [p for stage in ours.run.stages.values() for p in stage.parameters()]
+    assert params and not set(map(id, params)) & set(map(id, own))
 
     plain = train_ours(home, "plain")
     assert plain.run.stages[0].head.teacher is None
@@ -230,21 +232,38 @@ def with_tokenizer(home):
     return folder
 
 
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
+
+
 def test_what_cannot_teach_is_refused_in_one_line(home):
-    make_llama(home / "more-ids", 7, vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
-    make_llama(home / "fewer-ids", 7, vocab_size=200, eos_token_id=1, hidden_size=32, intermediate_size=48,
-               num_hidden_layers=1)
-    teacher = str(home / "teacher")
+    make_llama(home / "more-ids", 7, vocab_size=300, **SMALL)
+    make_llama(home / "fewer-ids", 7, vocab_size=200, **SMALL | {"eos_token_id": 1})
     refused = {
-        (str(home / "nowhere"),): "is neither a run, nor a checkpoint, nor a Hugging Face folder",
-        (str(home / "more-ids"),): "has 300 token ids, and model.vocab is 257; set --model.vocab 300",
-        (str(home / "fewer-ids"),): "has 200 token ids, .* choose a teacher with the same tokenizer",
-        (str(with_tokenizer(home)),): "data.tokenizer .* there and .* here; prepare the data with --tokenizer",
+        home / "nowhere": "is neither a run, nor a checkpoint, nor a Hugging Face folder",
+        home / "more-ids": "has 300 token ids, and model.vocab is 257; set --model.vocab 300",
+        home / "fewer-ids": "has 200 token ids, .* choose a teacher with the same tokenizer",
+        with_tokenizer(home): "data.tokenizer .* there and .* here; prepare the data with --tokenizer",
     }
-    for (where, *more), why in refused.items():
+    for where, why in refused.items():
         with pytest.raises(ConfigError, match=f"^distill.teacher: .*{why}") as error:
-            train_ours(home, "refused", "--distill.teacher", where, *more)
+            train_ours(home, "refused", "--distill.teacher", str(where))
         assert "\n" not in str(error.value) and "init_changes" not in str(error.value)
+
+    words = ("--distill.teacher", str(home / "teacher"), "--train.dtype", "fp32")
     with pytest.raises(ConfigError, match="^train.cuda_graphs: not possible with .*distill.teacher"):
-        train_ours(home, "refused", "--distill.teacher", teacher, "--train.cuda_graphs", "true",
-                   "--train.device", "cuda", "--train.dtype", "fp32")
+        train_ours(home, "refused", *words, "--train.cuda_graphs", "true", "--train.device", "cuda")
+
+
+def refusal(world, argv, folder):
+    with pytest.raises(ConfigError) as error:
+        trained(world, resolve(*split_argv(argv)), folder, lambda *_, **__: None)
+    return str(error.value)
+
+
+def test_a_teacher_that_the_layout_does_not_divide_is_refused(home, ranks):
+    make_llama(home / "odd", 7, **SMALL | {"intermediate_size": 51})
+    argv = [*MODEL, *RUN, "--data.path", str(home / "text"), "--log.dir", str(home / "runs"), "--log.name",
+            "odd", "--parallel.tp", "2", "--distill.teacher", str(home / "odd")]
+    for why in ranks(2).run(refusal, argv, str(home / "runs" / "odd")):
+        assert why.startswith("distill.teacher: ")
+        assert why.endswith("under the layout of the run: parallel.tp: 2 does not divide model.mlp.width=51")

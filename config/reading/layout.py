@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from config import Config, ConfigError, ParallelConfig, divisors
-from config.reading.rules import RULES_OF_SEQUENCES, RULES_OF_WEIGHTS
+from config.reading.rules import RULES_OF_WEIGHTS
 from config.rule import Rule
 from config.tree import with_values
 from model.router import mixture
@@ -89,12 +89,6 @@ def find_problem(cfg: Config, world: int) -> str | None:
             "raise parallel.tp"
         )
     return None
-
-
-def find_teacher_problem(cfg: Config, world: int) -> str | None:
-    """Return why the ranks cannot run a teacher on the sequences of a run, or None. `cfg` is the teacher's,
-    in one stage."""
-    return first_broken((*RULES_OF_WEIGHTS, *RULES_OF_SEQUENCES), cfg, world)
 
 
 def first_broken(every: Iterable[Rules], cfg: Config, world: int) -> str | None:
