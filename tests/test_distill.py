@@ -232,6 +232,35 @@ def with_tokenizer(home):
     return folder
 
 
+def losses_of(world, argv, folder):
+    """The losses and gradient norms of a run, on one of its ranks."""
+    seen = []
+
+    def watch(point, step=None, **what):
+        if point == "step.end":
+            seen.append((float(what["loss"]), float(what["norm"])))
+
+    assert trained(world, resolve(*split_argv(argv)), folder, watch) == 0
+    return seen
+
+
+@pytest.mark.parametrize("layout", [
+    "tp 2, sp true, zero 3",
+    pytest.param("pp 2, cp 2, zero 1", marks=pytest.mark.slow),
+    pytest.param("tp 4, recompute full", marks=pytest.mark.slow),
+    pytest.param("zero 2, pp 2, schedule zb-v, vpp none", marks=pytest.mark.slow),
+])
+def test_layouts_train_as_one_process(home, ranks, layout):
+    """With padding in the vocabulary of the last tp rank, and targets that do not count."""
+    name = layout.replace(" ", "").replace(",", "-")
+    words = [f"--parallel.{word.replace(' ', '=')}" for word in layout.split(", ")]
+    argv = [*MODEL, *RUN, "--model.layers", "4", "--train.micro_batch", "1", "--data.path", str(home / "text"),
+            "--log.dir", str(home / "runs"), "--distill.teacher", str(home / "teacher"), *MIX]
+    alone = losses_of(World(), [*argv, "--log.name", f"alone-{name}"], str(home / "runs" / f"alone-{name}"))
+    for seen in ranks(4).run(losses_of, [*argv, "--log.name", name, *words], str(home / "runs" / name)):
+        assert [x for pair in seen for x in pair] == pytest.approx([x for pair in alone for x in pair], rel=1e-9)
+
+
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
 
 
