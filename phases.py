@@ -105,7 +105,8 @@ def start_run(
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
             notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start), *left_out]
-            notes += with_teacher(run, world)
+            if start.step < run.phase_end:  # else it only validates
+                notes += with_teacher(run, world)
             return describe_start(run, valid_data, env, start, root), valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 

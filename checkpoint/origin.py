@@ -341,9 +341,7 @@ def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
     names[DROPPED] = [name for name in origin.shapes if name not in used]
     check_explained(origin, kinds, names[FRESH], names[DROPPED])
     if not names[TAKEN] and not names[IN_PART]:
-        raise ConfigError(
-            f"{origin.asker}: no weight of {origin.index.path} has a place here; leave it out"
-        )
+        raise ConfigError(f"{origin.asker}: no weight of {origin.index.path} has a place here; leave it out")
 
     index = origin.index
     counts = ", ".join(f"{len(found):,} {kind}" for kind, found in names.items() if found)
@@ -386,11 +384,15 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
     if lacking:
         said = summarize_names(lacking, lambda name: with_shape(name, kinds[name][1], origin.shapes))
         wrong.append(f"weights here that are not there: {len(lacking):,} ({said})")
+    skipping = (
+        ", or list the weights to skip, with * as a wildcard: --checkpoint.init_changes "
+        "'layers.*.attn.gate.weight'"
+    )
     if wrong:
         raise ConfigError(
             f"{origin.asker}: {origin.index.path} does not fit this run, nothing was loaded: "
-            f"{'; '.join(wrong)}; use the code and the config that made it, or list the weights to skip, "
-            "with * as a wildcard: --checkpoint.init_changes 'layers.*.attn.gate.weight'"
+            f"{'; '.join(wrong)}; use the code and the config that made it"
+            f"{skipping if origin.asker == INIT_FROM else ''}"
         )
 
 

@@ -370,9 +370,9 @@ class DataConfig:
 @dataclass(frozen=True)
 class DistillConfig:
     """Distillation while training: the model also follows a teacher (arXiv 1503.02531)."""
-    teacher: str | None = None  # run, checkpoint or folder of another system, as checkpoint.init_from reads
-    #   them: a model with the same tokenizer, whose probabilities of the next token are also targets; none:
-    #   no teacher
+    teacher: str | None = None  # run, checkpoint or Hugging Face folder, as checkpoint.init_from reads them:
+    #   a model with the same tokenizer, whose probabilities of the next token are also targets; none: no
+    #   teacher
     weight: Portion = 0.5  # of the divergence KL(teacher, model) in the loss, times temperature^2; the rest
     #   is cross-entropy
     temperature: Positive = 1.0  # both models' logits are divided by it in the divergence

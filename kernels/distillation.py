@@ -7,7 +7,8 @@ z are the model's logits, t the teacher's. The gradient of z is
     (1 - w) (softmax(z) - one-hot) + w T (softmax(z / T) - softmax(t / T))
 
 As in kernels/cross_entropy.py, both models' logits exist for one chunk of rows at a time, and the gradient
-replaces them. Ranks that share the vocabulary exchange five numbers of each row.
+replaces them. A chunk has half as many rows. Ranks that share the vocabulary exchange five numbers of each
+row. There is no Triton kernel: torch's operations take a few rows at a time.
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,8 +29,8 @@ from kernels.grad import accumulation_dtype
 Gather = Callable[[Tensor], Tensor]
 
 PADDING = -1e30  # logit of rows beyond the vocabulary: exp gives 0, and ranks that hold no others stay finite
-GPU_ELEMENTS = 1 << 26  # logits that a GPU converts to fp32 at a time
-CHUNKS = 2  # logits of two models exist at a time
+GPU_ELEMENTS = 1 << 24  # logits that a GPU converts to fp32 at a time: its temporary tensors have 64 MiB each
+MODELS = 2  # whose logits exist at a time
 
 
 class TeacherHead(NamedTuple):
@@ -65,7 +66,7 @@ def linear_distillation(
     The other arguments are those of linear_cross_entropy.
     """
     if not chunk:
-        chunk = max(1, chunk_bytes(hidden.device) // (CHUNKS * weight.shape[0] * weight.element_size()))
+        chunk = max(1, chunk_bytes(hidden.device) // (MODELS * weight.shape[0] * weight.element_size()))
     elements = SOFTMAX_ELEMENTS if hidden.device.type == "cpu" else GPU_ELEMENTS
     block = max(1, elements // weight.shape[0])
 

@@ -1,8 +1,9 @@
 """What a teacher (distill.teacher) adds to the ranks that have the output head: its weights, and the forward
 of each microbatch (model/distill.py).
 
-The blocks are recorded like the model's (plan/record/part.py). Of its head only the product counts, and the
-chunk of logits beside the model's; what the divergence itself reads and writes does not.
+The embedding and the blocks are recorded like the model's (plan/record/part.py). Of the head only the product
+is counted: both models' logits take the room of one model's (kernels/distillation.py). What the divergence
+reads and writes is not counted.
 """
 from collections.abc import Sequence
 from functools import lru_cache

@@ -3,6 +3,7 @@ formula of arXiv 1503.02531 by hand.
 """
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +210,14 @@ def test_a_run_resumes_bit_for_bit(home):
     assert again.loss == whole.loss[2:] and again.norm == whole.norm[2:]
 
 
+def test_a_finished_run_needs_its_teacher_no_more(home):
+    shutil.copytree(home / "teacher", home / "moved")
+    words = ("--distill.teacher", str(home / "moved"))
+    assert len(train_ours(home, "finished", *words).loss) == STEPS
+    shutil.rmtree(home / "moved")
+    assert not train_ours(home, "finished", *words).loss
+
+
 def test_each_phase_has_the_teacher(home):
     phases = home / "phases.yaml"
     phases.write_text("- after_steps: 2\n  optim.lr: 0.02\n")
@@ -233,12 +242,12 @@ def with_tokenizer(home):
 
 
 def losses_of(world, argv, folder):
-    """The losses and gradient norms of a run, on one of its ranks."""
+    """The loss and the gradient norm of each step of a run, on one of its ranks."""
     seen = []
 
     def watch(point, step=None, **what):
         if point == "step.end":
-            seen.append((float(what["loss"]), float(what["norm"])))
+            seen.extend((float(what["loss"]), float(what["norm"])))
 
     assert trained(world, resolve(*split_argv(argv)), folder, watch) == 0
     return seen
@@ -254,11 +263,24 @@ def test_layouts_train_as_one_process(home, ranks, layout):
     """With padding in the vocabulary of the last tp rank, and targets that do not count."""
     name = layout.replace(" ", "").replace(",", "-")
     words = [f"--parallel.{word.replace(' ', '=')}" for word in layout.split(", ")]
-    argv = [*MODEL, *RUN, "--model.layers", "4", "--train.micro_batch", "1", "--data.path", str(home / "text"),
-            "--log.dir", str(home / "runs"), "--distill.teacher", str(home / "teacher"), *MIX]
-    alone = losses_of(World(), [*argv, "--log.name", f"alone-{name}"], str(home / "runs" / f"alone-{name}"))
-    for seen in ranks(4).run(losses_of, [*argv, "--log.name", name, *words], str(home / "runs" / name)):
-        assert [x for pair in seen for x in pair] == pytest.approx([x for pair in alone for x in pair], rel=1e-9)
+    argv = [*MODEL, *RUN, "--model.layers", "4", "--train.micro_batch", "1"]
+    argv += ["--data.path", str(home / "text"), "--log.dir", str(home / "runs")]
+    argv += ["--distill.teacher", str(home / "teacher"), *MIX, "--log.name"]
+    alone = losses_of(World(), [*argv, f"alone-{name}"], str(home / "runs" / f"alone-{name}"))
+    for seen in ranks(4).run(losses_of, [*argv, name, *words], str(home / "runs" / name)):
+        assert seen == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
+def test_low_precision_follows_fp64(home, dtype):
+    """The teacher is in 16 bits beside a model in fp8."""
+    words = ("--distill.teacher", str(home / "teacher"), *MIX)
+    exact = train_ours(home, f"beside-{dtype}", *words)
+    low = ("--train.dtype", dtype, *(("--train.fp8_keep", "0") if dtype == "fp8" else ()))
+    ours = train_ours(home, f"in-{dtype}", *words, *low)
+    kinds = {p.dtype for p in teacher_of(ours.run).stage.parameters()}
+    assert kinds == {torch.float16 if dtype == "fp16" else torch.bfloat16}
+    assert ours.loss == pytest.approx(exact.loss, rel=0.02)
 
 
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
