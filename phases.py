@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from build import build_run, total_steps
+from build import build_run, make_buckets, total_steps
 from checkpoint import state
 from checkpoint.made_by import describe_phase, describe_start, keep_provenance, other_code
 from checkpoint.sizes import check_size
@@ -105,6 +105,8 @@ def start_run(
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
             notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start), *left_out]
+            if start.step < run.phase_end:  # else it only validates
+                notes += with_teacher(run, world)
             return describe_start(run, valid_data, env, start, root), valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
@@ -147,6 +149,16 @@ def build_phase(
     return run, valid_data
 
 
+def with_teacher(run: TrainingRun, world: World) -> list[str]:
+    """Give the run its teacher, if it has one (distill.teacher). Collective. Returns header lines."""
+    if run.cfg.distill.teacher is None:
+        return []
+    from checkpoint.teacher import add_teacher
+
+    with advised_on_memory(run.cfg, world):
+        return add_teacher(run, make_buckets)
+
+
 def connect(cfg: Config, world: World) -> Mesh:
     """The groups of this rank. Collective: every rank calls it."""
     return Mesh.bind(parallel_dims(cfg, world.size), world)
@@ -177,6 +189,7 @@ def build_next_phase(
         state.load_start(run, root, start)
     else:
         state.resume_after(run, root, step)
+    with_teacher(run, services.world)
     services.observe("run.built", step, run=run, data=run.data, valid=valid_data)
     services.log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
     if services.env.rank == 0:

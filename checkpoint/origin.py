@@ -46,6 +46,8 @@ EXPERT = re.compile(r"(layers\.\d+\.mlp)\.experts\.\d+")
 ADAPTERS = (".lora_a.weight", ".lora_b.weight")  # suffixes of weights that begin as no change (model/lora.py)
 LOAD = ".router.load"  # of model.aux_kind global: a training statistic, like moments
 
+INIT_FROM, TEACHER = "checkpoint.init_from", "distill.teacher"  # keys that name the weights to take
+LABELS = {INIT_FROM: "weights", TEACHER: "teacher"}  # of header lines
 TAKEN, IN_PART, FRESH, DROPPED = "taken", "in part", "fresh", "dropped"
 Kinds = dict[str, tuple[str, Sequence[int]]]  # {weight of this run: (TAKEN, IN_PART or FRESH, its shape)}
 
@@ -56,7 +58,8 @@ class WeightOrigin:
 
     `keys` is {key: (value there, value here)}. `names` are patterns of weights not taken. `source` and
     `target` are the models there and here. `shapes` are those of stored weights, by name. `same_ids` int64
-    [vocab], set if rows are matched by text, has for each id here the id there, or a negative number.
+    [vocab], set if rows are matched by text, has for each id here the id there, or a negative number. `asker`
+    is the key that names the weights.
     """
     index: StoredIndex
     keys: Mapping[str, tuple[Any, Any]]
@@ -65,6 +68,7 @@ class WeightOrigin:
     target: ModelConfig
     shapes: Mapping[str, tuple[int, ...]]
     same_ids: NDArray[np.int64] | None = None
+    asker: str = INIT_FROM
 
     def is_named(self, name: str) -> bool:
         """Return whether the weight is listed by name."""
@@ -163,6 +167,7 @@ def compare(
     fingerprint: str,
     has_start: bool,
     ids_by_text: Callable[[Path, str], NDArray[np.int64]],
+    asker: str = INIT_FROM,
 ) -> WeightOrigin:
     """Compare the function and the tokenizer of stored weights with those of a run.
 
@@ -190,10 +195,11 @@ def compare(
         differing = ", ".join(f"{key} {two_values(keys[key])}" for key in unstated)
         changes = ",".join([*words, *unstated])
         by_text = f" ({BY_TEXT}: rows go to tokens of the same text)" if TOKENIZER in unstated else ""
+        declaring = f", or declare the difference: --checkpoint.init_changes {changes}{by_text}"
         raise ConfigError(
-            f"checkpoint.init_from: {index.path} holds the weights of another model: {differing}; "
-            f"{remedy(index.path, {key: keys[key] for key in unstated}, cfg)}, or declare the difference: "
-            f"--checkpoint.init_changes {changes}{by_text}"
+            f"{asker}: {index.path} holds the weights of another model: {differing}; "
+            f"{remedy(index.path, {key: keys[key] for key in unstated}, cfg)}"
+            f"{declaring if asker == INIT_FROM else ''}"
         )
     for key in stated_keys:
         if key not in keys:
@@ -213,6 +219,7 @@ def compare(
         target=cfg.model,
         shapes=shapes,
         same_ids=match_token_ids(index, source, ids_by_text) if is_by_text else None,
+        asker=asker,
     )
 
 
@@ -340,14 +347,12 @@ def header_lines(origin: WeightOrigin, kinds: Kinds) -> list[str]:
     names[DROPPED] = [name for name in origin.shapes if name not in used]
     check_explained(origin, kinds, names[FRESH], names[DROPPED])
     if not names[TAKEN] and not names[IN_PART]:
-        raise ConfigError(
-            f"checkpoint.init_from: no weight of {origin.index.path} has a place here; leave it out"
-        )
+        raise ConfigError(f"{origin.asker}: no weight of {origin.index.path} has a place here; leave it out")
 
     index = origin.index
     counts = ", ".join(f"{len(found):,} {kind}" for kind, found in names.items() if found)
     unknown = "; their tokenizer is not known" if index.meta["tokenizer"] == UNKNOWN else ""
-    lines = [f"{'weights':<9}from {index.path} (step {index.meta['step']:,}): {counts}{unknown}"]
+    lines = [f"{LABELS[origin.asker]:<9}from {index.path} (step {index.meta['step']:,}): {counts}{unknown}"]
     if origin.keys:
         changed = [f"{key} {written(old)} -> {written(new)}" for key, (old, new) in origin.keys.items()]
         lines.append(f"{'changed':<9}{', '.join(changed)}")
@@ -388,11 +393,15 @@ def check_explained(origin: WeightOrigin, kinds: Kinds, fresh: list[str], droppe
     if lacking:
         said = summarize_names(lacking, lambda name: with_shape(name, kinds[name][1], origin.shapes))
         wrong.append(f"weights here that are not there: {len(lacking):,} ({said})")
+    skipping = (
+        ", or list the weights to skip, with * as a wildcard: --checkpoint.init_changes "
+        "'layers.*.attn.gate.weight'"
+    )
     if wrong:
         raise ConfigError(
-            f"checkpoint.init_from: {origin.index.path} does not fit this run, nothing was loaded: "
-            f"{'; '.join(wrong)}; use the code and the config that made it, or list the weights to skip, "
-            "with * as a wildcard: --checkpoint.init_changes 'layers.*.attn.gate.weight'"
+            f"{origin.asker}: {origin.index.path} does not fit this run, nothing was loaded: "
+            f"{'; '.join(wrong)}; use the code and the config that made it"
+            f"{skipping if origin.asker == INIT_FROM else ''}"
         )
 
 

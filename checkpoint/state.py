@@ -24,6 +24,7 @@ from checkpoint.disk.saver import CheckpointSaver
 from checkpoint.disk.together import Ranks
 from checkpoint.origin import (
     FINGERPRINT_DIGITS,
+    INIT_FROM,
     UNKNOWN,
     Kinds,
     WeightOrigin,
@@ -922,38 +923,58 @@ def load_origin(run: TrainingRun, index: store.StoredIndex) -> list[str]:
 
     Raises ConfigError, before any tensor changes, if they do not fit this run's model.
     """
-    world, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
+    routers = run.routers.boxes(weights=True)
+    notes = take_weights(run.cfg, index, run.mesh.world, data=run.data, buckets=run.buckets, routers=routers)
+    if run.ema is not None:
+        run.ema.start()
+    return notes
+
+
+def take_weights(
+    cfg: Config,
+    index: store.StoredIndex,
+    world: comm.Group,
+    *,
+    data: BatchLoader,
+    buckets: list[Bucket],
+    routers: BoxedTensors,
+    asker: str = INIT_FROM,
+) -> list[str]:
+    """Load the weights that `asker` names into the buckets and routers of a model. Collective.
+
+    cfg: of the model. data: of the run. Returns header lines. Raises ConfigError, before any tensor changes,
+    if the weights do not fit the model or the data.
+    """
+    timeout_s = cfg.checkpoint.timeout_s
     if isinstance(index, foreign.ForeignIndex):
         meta = run_on_first_rank(
-            lambda: with_tokenizer(index, run.data.required_tokenizer).meta, world, timeout_s)
+            lambda: with_tokenizer(index, data.required_tokenizer).meta, world, timeout_s)
         index = dataclasses.replace(index, meta=meta)
     compare_here = functools.partial(  # it may read the tokenizer of the weights
         compare,
         index,
         source_model(index),
-        run.cfg,
-        fingerprint=fingerprints(run.data)["tokenizer"],
-        has_start=run.data.has_start,
-        ids_by_text=lambda folder, fingerprint: run.data.ids_by_text(folder, fingerprint),
+        cfg,
+        fingerprint=fingerprints(data)["tokenizer"],
+        has_start=data.has_start,
+        ids_by_text=lambda folder, fingerprint: data.ids_by_text(folder, fingerprint),
+        asker=asker,
     )
     origin = run_on_all_ranks(compare_here, world, timeout_s)
-    routers = run.routers.boxes(weights=True)
-    own = store.pack(kinds_of(origin, weight_boxes(run.buckets, routers)))
+    own = store.pack(kinds_of(origin, weight_boxes(buckets, routers)))
     kinds: Kinds = {}
     for of_rank in comm.gather_objects(own, world):
         kinds |= store.unpack(of_rank)
     notes = run_on_first_rank(lambda: header_lines(origin, kinds), world, timeout_s)
-    notes += unrecorded_notes(index, run.data)
+    notes += unrecorded_notes(index, data)
     load_weights(
-        run.buckets,
+        buckets,
         index,
         more=routers,
         meet=lambda work: run_on_all_ranks(work, world, timeout_s),
         sharers=ranks_on_this_host(world),
         origin=origin,
     )
-    if run.ema is not None:
-        run.ema.start()
     return notes
 
 

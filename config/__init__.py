@@ -28,6 +28,7 @@ from config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DistillConfig,
     EvalConfig,
     HeadShape,
     LogConfig,

@@ -369,6 +369,17 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """Distillation while training: the model also follows a teacher (arXiv 1503.02531)."""
+    teacher: str | None = None  # run, checkpoint or Hugging Face folder, as checkpoint.init_from reads them:
+    #   a model with the same tokenizer, whose probabilities of the next token are also targets; none: no
+    #   teacher
+    weight: Portion = 0.5  # of the divergence KL(teacher, model) in the loss, times temperature^2; the rest
+    #   is cross-entropy
+    temperature: Positive = 1.0  # both models' logits are divided by it in the divergence
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """Validation during training."""
     every: Count | None = 100  # steps between validations; none: only at the end
@@ -467,6 +478,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -21,6 +21,8 @@ from kernels.triton_ import kernel_is_available, tl, triton
 
 # (lse, target_logit), both [rows] of this rank's columns -> the same over all ranks that share the vocabulary
 Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# (logits [r, v], which rows [t] they are) -> the loss of each row [r]; the logits become their gradient
+RowLosses = Callable[[Tensor, slice], Tensor]
 
 IGNORE_INDEX = -100  # target of tokens that do not count
 CHUNK_BYTES = 1 << 25  # the largest size that glibc reuses without new pages (its largest mmap threshold)
@@ -41,6 +43,7 @@ def linear_cross_entropy(
     merge: Merge | None = None,
     cap: float | None = None,
     chunk: int | None = None,
+    losses_of_rows: RowLosses | None = None,
 ) -> Tensor:
     """scale * sum over counted tokens of (logsumexp(logits) - logits[target]): a scalar, in fp32 or better.
 
@@ -50,6 +53,7 @@ def linear_cross_entropy(
     merge combines the statistics of a sharded vocabulary; None if this rank has all of it.
     cap bounds the logits, if set: cap tanh(logit / cap) (Gemma 2, arXiv 2408.00118).
     chunk is the number of rows at a time, by default as many as fill chunk_bytes.
+    losses_of_rows computes another loss of the logits, which replaces the cross entropy.
     """
     if not chunk:
         chunk = max(1, chunk_bytes(hidden.device) // (weight.shape[0] * weight.element_size()))
@@ -57,7 +61,8 @@ def linear_cross_entropy(
     count = -(-rows // chunk)
     even_chunk = -(-rows // count)  # equally sized chunks, none of them short
     return _LinearCrossEntropy.apply(
-        hidden, weight, targets, scale, vocab, start, merge, cap, even_chunk, torch.is_grad_enabled())
+        hidden, weight, targets, scale, vocab, start, merge, cap, even_chunk, torch.is_grad_enabled(),
+        losses_of_rows)
 
 
 def chunk_bytes(device: torch.device) -> int:
@@ -257,6 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         cap: float | None,
         chunk: int,
         needs_grad: bool,
+        losses_of_rows: RowLosses | None,
     ) -> Tensor:
         loss = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype))
         dhidden = torch.empty_like(hidden) if needs_grad else None
@@ -271,7 +277,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             row_hidden = hidden[rows]  # [r, d]
             row_targets = targets[rows]  # [r]
             logits = torch.mm(row_hidden, weight.t(), out=logits_buffer[:len(row_hidden)])  # [r, v]
-            if has_kernel:
+            if losses_of_rows is not None:
+                losses = losses_of_rows(logits, rows)
+            elif has_kernel:
                 losses = launch_softmax(logits, row_targets, scale, vocab, start, merge, cap)
             else:
                 block_losses: list[Tensor] = []
@@ -301,4 +309,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhidden = dhidden * dloss.to(dhidden.dtype)
         if dweight is not None:
             dweight = dweight * dloss.to(dweight.dtype)
-        return dhidden, dweight, None, None, None, None, None, None, None, None
+        return dhidden, dweight, *[None] * 9

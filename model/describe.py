@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from config import Config, ModelConfig, OptimConfig, layer_in_fp8, layer_kinds
+from config import Config, DistillConfig, ModelConfig, OptimConfig, layer_in_fp8, layer_kinds
 from config.parameter_groups import freezes
 from model.block import TransformerBlock
 from model.sharding import mesh_degrees, set_rates
@@ -165,7 +165,7 @@ def first_layer_like(cfg: Config, layer: int) -> int:
 
 def keys_of_modules(cfg: Config) -> Config:
     """Return the config without the layout keys that no module reads, so that layouts that differ only in
-    them share modules."""
+    them share modules. A teacher is described apart."""
     parallel = replace(
         cfg.parallel,
         pp=1,
@@ -177,7 +177,7 @@ def keys_of_modules(cfg: Config) -> Config:
         zero=0,
     )
     train = replace(cfg.train, micro_batch=1, global_batch=1, ramp=None)
-    return replace(cfg, parallel=parallel, train=train)
+    return replace(cfg, parallel=parallel, train=train, distill=DistillConfig())
 
 
 def describe_model(model: ModelConfig, groups: str | None = None) -> StageDescription:

@@ -1,4 +1,7 @@
 """The output head: final norm, projection onto the vocabulary and cross entropy."""
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +18,9 @@ from parallel.tensor.regions import enter_region
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
+if TYPE_CHECKING:  # imported only with distill.teacher
+    from model.distill import Teacher
+
 
 class OutputHead(nn.Module):
     """Map the last block's hidden states to the loss of a microbatch, or to logits."""
@@ -30,6 +36,8 @@ class OutputHead(nn.Module):
         self.logit_cap = cfg.model.logit_cap
         self.norm = Norm(cfg, "norm")
         self.merge = merge_vocab_statistics(self.tp) if self.tp.size > 1 else None
+        self.has_teacher = cfg.distill.teacher is not None
+        self.teacher: "Teacher | None" = None  # whose probabilities the loss follows (model/distill.py)
         if not cfg.model.tied:
             self.weight = vocab_table(cfg, mesh, "head.weight", role="head")
         elif table is not None:
@@ -62,14 +70,20 @@ class OutputHead(nn.Module):
         """Return scale * the summed loss of this rank's counted tokens, a scalar.
 
         x, residual [b, s/cp, d] (sp: [b, s/cp/tp, d]) come from the last block.
-        Multi-token prediction contributes to the gradients, not to the value.
+        Multi-token prediction contributes to the gradients, not to the value. In training the loss also
+        follows a teacher (distill.teacher). Raises ValueError if it is not there.
         """
         h, _ = self.norm.add_and_norm(x, residual)
         targets, scale = inputs.microbatch.targets, inputs.scale
+        loss_of = self.cross_entropy
+        if self.has_teacher and torch.is_grad_enabled():
+            if self.teacher is None:
+                raise ValueError("distill.teacher: the output head was given no teacher")
+            loss_of = partial(self.teacher.loss, self, inputs.microbatch)
         if self.mtp is None or not torch.is_grad_enabled():
-            return self.cross_entropy(h, targets, scale)
+            return loss_of(h, targets, scale)
         loss_ahead = self.mtp(h, inputs, self.cross_entropy)
-        loss = self.cross_entropy(h, targets, scale)
+        loss = loss_of(h, targets, scale)
         return loss + (loss_ahead - loss_ahead.detach())
 
     def logits(self, x: Tensor) -> Tensor:

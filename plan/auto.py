@@ -217,11 +217,17 @@ def layout_of_run(
 
 
 def check_requested(cfg: Config, device: RankDevice, after: int) -> Cluster:
-    """Return the cluster to search for. Raises ConfigError if other keys choose the layout, too."""
+    """Return the cluster to search for. Raises ConfigError if other keys choose the layout, too, or if it
+    would leave no room for a teacher."""
     if cfg.parallel.elastic:
         raise ConfigError(
             f"{KEY}: takes a layout for one number of ranks, and parallel.elastic one for each start; "
             "leave one of them out"
+        )
+    if cfg.distill.teacher is not None:
+        raise ConfigError(
+            f"{KEY}: does not count distill.teacher, and python -m scripts.plan does; set the layout that it "
+            "finds, and leave this out"
         )
     hardware = get_machine(cfg, device)
     for phase in get_phases(cfg).from_step(after):

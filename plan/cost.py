@@ -26,6 +26,7 @@ from model.precision import accumulation_bytes, compute_bytes
 from model.router import mixture
 from parallel.pipeline.schedule import make_schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
+from plan import teacher
 from plan.buckets import PlannedBucket, buckets, trained_buckets, unique_buckets
 from plan.bytes import boundary_bytes, group_size, step_bytes
 from plan.job import Job
@@ -347,6 +348,9 @@ def stage_times(
     for record, repeats in Counter(records_of_stage(job, stage)).items():
         part = part_times(record, roofline, links, microbatches=microbatches, is_split=is_split)
         total = total.plus(part, repeats)
+    if teacher.has_teacher(job, stage):
+        seconds = teacher_seconds(job, roofline, links)
+        total = replace(total, f=total.f + seconds, least=total.least + seconds)
     micro = efficiency.micro
     total = replace(total, f=total.f + micro, i=total.i + micro, least=total.least + 2 * micro)
 
@@ -359,6 +363,16 @@ def stage_times(
         return total
     waits = total.waits + Counter({HOST: out + back})
     return replace(total, f=total.f + out, i=total.i + back, waits=waits, least=total.least + out + back)
+
+
+def teacher_seconds(job: Job, roofline: Roofline, links: Links) -> float:
+    """Return the seconds of a teacher's forward in a microbatch."""
+    assert job.teacher is not None
+    micro_batch = job.cfg.train.micro_batch
+    repeats = Counter(teacher.blocks_of(job.teacher, micro_batch))
+    blocks = sum(times * phase_seconds(record.forward, roofline, links).seconds
+                 for record, times in repeats.items())
+    return blocks + roofline.seconds(teacher.head_product(job.teacher, micro_batch))
 
 
 def offloaded_bytes(job: Job, stage: int) -> float:

@@ -2,8 +2,9 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from config import Config, ConfigError, config_of_stage
+from config import Config, ConfigError, ModelConfig, config_of_stage
 from config.reading.schedules import plan_pipeline
+from config.reading.teacher import teacher_config
 from model.describe import PartDescription, describe_stage
 from model.router import mixture
 from model.sharding import parallel_dims
@@ -24,13 +25,14 @@ class RankDevice(NamedTuple):
 @dataclass(frozen=True)
 class Job:
     """schedule: of a step. cuts: [(first, last)] blocks of each stage (model/split.py). parts: of each stage,
-    without storage, in forward order."""
+    without storage, in forward order. teacher: the config of distill.teacher (config/reading/teacher.py)."""
     cfg: Config
     layout: ParallelDims
     rank: int
     schedule: Schedule
     cuts: list[tuple[int, int]]
     parts: list[tuple[PartDescription, ...]]
+    teacher: Config | None = None
 
     @property
     def pp(self) -> int:
@@ -88,10 +90,13 @@ def check_routing(cfg: Config) -> None:
         )
 
 
-def make_rank_job(cfg: Config, world: int, rank: int, advise: bool = True) -> Job:
+def make_rank_job(
+    cfg: Config, world: int, rank: int, advise: bool = True, teacher: ModelConfig | None = None
+) -> Job:
     """Plan one rank of a config on `world` ranks.
 
-    `advise` lets an error suggest layouts that work. Raises ConfigError if train.py refuses the run.
+    `advise` lets an error suggest layouts that work. teacher: the model of distill.teacher, which is not
+    counted without. Raises ConfigError if train.py refuses the run.
     """
     schedule = plan_pipeline(cfg, world, advise)
     cuts = split_layers(cfg, schedule.n_stages)
@@ -100,4 +105,5 @@ def make_rank_job(cfg: Config, world: int, rank: int, advise: bool = True) -> Jo
     for number, (first, last) in enumerate(cuts):
         stage = describe_stage(config_of_stage(cfg, number), first, last, ends_are_apart)
         parts.append(stage.parts)
-    return Job(cfg, parallel_dims(cfg, world), rank, schedule, cuts, parts)
+    laid_out = None if teacher is None else teacher_config(cfg, teacher, cfg.distill.teacher, world)
+    return Job(cfg, parallel_dims(cfg, world), rank, schedule, cuts, parts, laid_out)

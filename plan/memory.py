@@ -13,7 +13,8 @@ Compressed weights (parallel.compress_weights, ZeRO-1 and 2) have masters in eve
 bf16, masters and moments have 2 bytes per element instead of g, and bf16 weights are their own masters; with
 8bit, each of the two moments has 1 byte per element and g for each block.
 PowerSGD keeps its errors, P g, in addition to the gradients; train.ema keeps an average with g bytes per
-element for each master. config/optimizers.py says how many moments an optimizer has. Frozen parameters
+element for each master; a teacher (distill.teacher) adds its weights to the ranks with the output head
+(plan/teacher.py). config/optimizers.py says how many moments an optimizer has. Frozen parameters
 (optim.groups) have weights alone.
 
 What a microbatch holds in each part of a stage is recorded (plan/parts.py). tests/plan/test_memory.py
@@ -27,6 +28,7 @@ from config import OPTIMIZERS
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
 from parallel.sharding.packing import block_size
+from plan import teacher
 from plan.buckets import PlannedBucket, buckets, trained_buckets, unique_buckets
 from plan.bytes import boundary_bytes, shared_key_bytes
 from plan.job import Job, has_row_bound
@@ -55,7 +57,7 @@ def state_bytes(job: Job) -> dict[str, int]:
     errors = powersgd_errors(job, every)
 
     return {
-        "weights": weight_bytes * sum(of_weights),
+        "weights": weight_bytes * sum(of_weights) + teacher.weight_bytes(job),
         "masters": on_device * masters,
         "gradients": grad_bytes * (sum(of_grads) + errors),
         "optimizer": moment_bytes(job, every) + ema_bytes(job, every) if on_device else 0,
@@ -157,7 +159,7 @@ def passing_bytes(job: Job) -> int:
         for part in parts:
             sizes.append(sum(bucket.size * (of_weight + of_grad * bucket.trains) for bucket in part))
         most = max(most, round(max_consecutive_sum(sizes, FULL_PARTS)))
-    return most + quantized_weight_bytes(job) + rerun_bytes(job)
+    return most + teacher.passing_bytes(job) + quantized_weight_bytes(job) + rerun_bytes(job)
 
 
 def rerun_bytes(job: Job) -> int:
@@ -241,8 +243,15 @@ def peak_activation_bytes(job: Job) -> int:
     for number in job.stages():
         records = tuple(records_of_stage(job, number))
         stages[number] = sum_activations(records, shared_key_bytes(job, number))
+        if teacher.has_teacher(job, number):
+            stages[number] = beside_teacher(stages[number], teacher.forward_bytes(job))
         waiting = max(waiting, received[number] + received[number + 1])
     return max(peak_of_ops(job.schedule.order[job.pp], stages) + waiting, copied_master_bytes(job))
+
+
+def beside_teacher(stage: StageActivations, nbytes: float) -> StageActivations:
+    """Return the stage with a teacher's forward, of nbytes, at the end of its own."""
+    return stage._replace(forward=max(stage.forward, stage.kept + nbytes))
 
 
 def copied_master_bytes(job: Job) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from config import Config, ConfigError, divisors
+from config import Config, ConfigError, ModelConfig, divisors
 from config.axes import axis_degrees, ranks_of_layout, ranks_of_microbatch
 from config.reading.run_name import ELASTIC_KEYS, KEYS_OF_STAGES
 from config.tree import with_values
@@ -100,12 +100,14 @@ NO_SHARE = SearchShare(0, 1, (math.inf, math.inf))
 @dataclass(frozen=True)
 class Target:
     """The machine to search layouts for. world: number of GPUs. what_if: its slow rank and jitter.
-    leaves_margin: a layout must fit with the margin for uncounted bytes."""
+    leaves_margin: a layout must fit with the margin for uncounted bytes. teacher: the model of
+    distill.teacher."""
     world: int
     cluster: Cluster
     efficiency: Efficiency
     what_if: WhatIf = WhatIf()
     leaves_margin: bool = False
+    teacher: ModelConfig | None = None
 
     @property
     def gpu(self) -> Gpu:
@@ -160,11 +162,11 @@ def with_fixed(axes: Axes, fixed: Values) -> Axes:
 # ---- one layout --------------------------------------------------------------------------------------------
 
 
-def make_job(cfg: Config, world: int) -> tuple[Job, int]:
+def make_job(cfg: Config, world: int, teacher: ModelConfig | None = None) -> tuple[Job, int]:
     """Return (the job with at most STEADY microbatches for each pipeline rank, its real number of
     microbatches).
 
-    Raises ConfigError if train.py refuses the job.
+    teacher: see make_rank_job. Raises ConfigError if train.py refuses the job.
     """
     parallel, train = cfg.parallel, cfg.train
     degrees = axis_degrees(parallel)
@@ -179,7 +181,7 @@ def make_job(cfg: Config, world: int) -> tuple[Job, int]:
     # the pipeline is steady after this many; GPipe holds all microbatches at once
     simulated = microbatches if parallel.schedule == "gpipe" else min(microbatches, STEADY * parallel.pp)
     shorter = replace(cfg, train=replace(train, global_batch=simulated * sequences, ramp=None))
-    return make_rank_job(shorter, world, rank=0, advise=False), microbatches
+    return make_rank_job(shorter, world, rank=0, advise=False, teacher=teacher), microbatches
 
 
 def held_bytes(job: Job, gpu: Gpu) -> MemoryUse:
@@ -210,7 +212,7 @@ def price(cfg: Config, target: Target, result: SearchResult) -> PricedLayout | N
 def possible_job(cfg: Config, target: Target, result: SearchResult) -> tuple[Job, int] | None:
     """Return make_job. Return None if it is refused, and count that in `result`."""
     try:
-        return make_job(cfg, target.world)
+        return make_job(cfg, target.world, target.teacher)
     except ConfigError:
         result.counts["refused"] += 1
         return None
@@ -287,7 +289,8 @@ def make_bound(cfg: Config, values: Values, target: Target) -> Bound | None:
         return None
     sequences = whole.train.micro_batch * (target.world // ranks)
     try:
-        job, _ = make_job(with_values(whole, {"train.global_batch": sequences}), target.world)
+        job, _ = make_job(
+            with_values(whole, {"train.global_batch": sequences}), target.world, target.teacher)
     except ConfigError:
         return None
 

@@ -33,10 +33,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from build import build_run, with_vocab
+from build import build_run, make_buckets, with_vocab
 from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.plots import new_figure, save_figure, shades
@@ -49,6 +50,7 @@ from data.tokenizer import load_tokenizer
 from model.flops import keys_of_layers
 from model.sharding import parallel_dims
 from parallel.topology.dims import EXPERT_AXES, GROUP_AXES, ParallelDims
+from parallel.topology.mesh import Mesh
 from parallel.wire.lanes import PostedExchange, Wait
 from plan import auto, elastic
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
@@ -69,6 +71,7 @@ from plan.record.timeline import BUBBLE, BY_HOST, COPIES, Costs, JobTimeline, ti
 from plan.record.trace import trace_events
 from plan.record.work import Facts
 from runtime.failure import fail_cleanly
+from runtime.run import TrainingRun
 from train import train_step
 
 GIB = 2**30
@@ -291,8 +294,20 @@ def classify_rank(dims: ParallelDims, rank: int, apart: tuple[str, ...]) -> tupl
 
 
 def make_program(cfg: Config) -> Program:
-    """Wrap build_run and train_step for a recording."""
-    return training_program(cfg, build_run, train_step)
+    """Wrap build_run and train_step for a recording. With distill.teacher, reads the teacher's sizes."""
+    if cfg.distill.teacher is None:
+        return training_program(cfg, build_run, train_step)
+    from checkpoint.teacher import place_teacher, read_model
+    from config.reading.teacher import teacher_config
+
+    model = read_model(cfg)
+
+    def build_both(cfg: Config, mesh: Mesh, *others: Any) -> TrainingRun:
+        run = build_run(cfg, mesh, *others)
+        place_teacher(run, teacher_config(cfg, model, cfg.distill.teacher, mesh.world.size), make_buckets)
+        return run
+
+    return training_program(cfg, build_both, train_step)
 
 
 # ---- times -------------------------------------------------------------------------------------------------

@@ -523,11 +523,19 @@ def requested_jobs(args: argparse.Namespace, rest: list[str], hardware: Cluster)
 def searcher(
     job: RequestedJob, hardware: Cluster, rates: CostRates, top: int
 ) -> Callable[[int], tuple[SearchResult, Target]]:
-    """Return a cached search for the layouts of a job on a number of GPUs."""
+    """Return a cached search for the layouts of a job on a number of GPUs. Reads the sizes of its teacher, if
+    it has one."""
+    teacher = None
+    if job.cfg.distill.teacher is not None:
+        from checkpoint.teacher import read_model
+        from config.reading.teacher import check_vocab
+
+        teacher = read_model(job.cfg)
+        check_vocab(job.cfg, teacher, job.cfg.distill.teacher)
 
     @functools.cache
     def search_on(gpus: int) -> tuple[SearchResult, Target]:
-        target = Target(gpus, hardware, rates.efficiency)
+        target = Target(gpus, hardware, rates.efficiency, teacher=teacher)
         return best_layouts(job.cfg, target, job.fixed, top, near=NEAR)
 
     return search_on

@@ -31,7 +31,8 @@ ON_DEMAND = {
 }
 NEVER_HERE = {
     "durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow",
-    "model.bounded_rows", "parallel.expert.coded",
+    "model.bounded_rows", "parallel.expert.coded", "model.distill", "kernels.distillation",
+    "checkpoint.teacher",
 }
 PROGRAM = """
 import json, sys, train

@@ -132,7 +132,7 @@ def deviations(parts: list[Part], alone: dict[str, Tensor]) -> list[str]:
 @pytest.mark.parametrize("name, world, words", CELLS, ids=[f"{name} {words}" for name, _, words in CELLS])
 def test_two_steps_are_those_of_one_process(ranks, name, world, words):
     layouts = found(name, world)
-    wanted = {*words.split(), "no-frozen", "no-lora"}  # the gradients of all parameters are compared
+    wanted = {*words.split(), "no-frozen", "no-lora", "no-distill"}  # all parameters train, alone
     check_two_steps(ranks(world), layouts.config(chosen(layouts, "1", wanted, 0)[0]))
 
 

@@ -1,11 +1,15 @@
 """The layout of a model that only computes: which ranks hold which weights."""
 import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from config import Config, ConfigError, ParallelConfig, divisors
 from config.reading.rules import RULES_OF_WEIGHTS
+from config.rule import Rule
 from config.tree import with_values
 from model.router import mixture
+
+Rules = Callable[[Config, int], Iterator[Rule]]
 
 
 class RequestedLayout(NamedTuple):
@@ -76,13 +80,18 @@ def with_degrees(cfg: Config, tp: int, pp: int) -> Config:
 def find_problem(cfg: Config, world: int) -> str | None:
     """Return why the ranks cannot hold a model in this layout, or None."""
     divisible = with_values(cfg, {"train.seq_len": cfg.parallel.tp})  # tokens are padded as needed
-    for rules in RULES_OF_WEIGHTS:
-        for rule in rules(divisible, world):
-            if not rule.holds:
-                return rule.message
+    broken = first_broken(RULES_OF_WEIGHTS, divisible, world)
+    if broken is not None:
+        return broken
     if cfg.parallel.pp > cfg.model.layers:
         return (
             f"parallel.pp: {cfg.parallel.pp} stages, and model.layers is {cfg.model.layers}; lower it, or "
             "raise parallel.tp"
         )
     return None
+
+
+def first_broken(every: Iterable[Rules], cfg: Config, world: int) -> str | None:
+    """Return the message of the first rule that does not hold, or None."""
+    rules = (rule for each in every for rule in each(cfg, world))
+    return next((rule.message for rule in rules if not rule.holds), None)

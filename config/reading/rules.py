@@ -450,6 +450,7 @@ def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "log.noise_scale, which reads gradients between two microbatches": cfg.log.noise_scale,
         "log.inside_every, which looks into the forward of some steps": cfg.log.inside_every is not None,
         "optim.qk_clip, which looks into the forward": cfg.optim.qk_clip is not None,
+        "distill.teacher, which was not tried in a recording": cfg.distill.teacher is not None,
     }
     for obstacle, is_present in obstacles.items():
         yield Rule(
@@ -823,6 +824,7 @@ RULES_OF_PHASES = (phase_rules, spike_rules)
 RULES_OF_WEIGHTS = (  # which ranks can hold a model that only computes
     of_each_kind(layout_rules), moe_rules, of_each_kind(mlp_rules), expert_rank_rules, adapter_rules,
 )
+RULES_OF_SEQUENCES = (of_each_kind(sequence_sharding_rules), other_model_rules)  # which it can compute on
 # ordered: a rule may assume those before it
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     range_rules,

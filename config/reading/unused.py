@@ -353,6 +353,13 @@ TABLE = (
         remedy="set that, or leave this out",
     ),
     UnusedKeys(
+        section="distill",
+        keys="weight temperature",
+        when=lambda cfg, _: cfg.distill.teacher is None,
+        why="belongs to distill.teacher, which is none",
+        remedy="set that, or leave this out",
+    ),
+    UnusedKeys(
         section="eval",
         keys="source_batches",
         when=lambda cfg, _: not has_sources(cfg.data.valid or cfg.data.path),

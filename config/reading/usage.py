@@ -38,6 +38,7 @@ MOST_SET = {  # {section: keys that --help shows without a word, those of absent
     "mlp.kind mlp.width mlp.activation mlp.experts mlp.top_k mlp.shared.experts",
     "optim": "name lr min_lr warmup decay beta1 beta2 weight_decay groups clip states",
     "parallel": "tp sp pp vpp schedule cp ep zero recompute offload auto",
+    "distill": "",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep resume init_from branch async_save",
     "log": "dir name every wandb tensorboard",

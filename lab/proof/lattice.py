@@ -79,9 +79,10 @@ SWITCHES = {  # the first value of each is the default
     "saves": (None, "kept", "mirror"),
     "start": (None, "init", "resumed", "branch"),
     "guard": (None, "reruns", "spikes", "noise", "inside"),
+    "teacher": (None, "distill"),
     "phases": (None, "phases"),
 }
-BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "phases")
+BUNDLE_SWITCHES = ("numbers", "source", "scores", "saves", "start", "guard", "teacher", "phases")
 
 # Values of a switch that set several config keys.
 EXPANDED_VALUES: dict[tuple[str, object], Values] = {
@@ -188,6 +189,7 @@ BUNDLES: dict[str, Values] = {
     },
     "noise": {"log.noise_scale": True},
     "inside": {"log.inside_every": 1},
+    "distill": {"distill.teacher": "trunk", "distill.weight": 0.7, "distill.temperature": 2.0},
 }
 PHASES = ("train.phases",)  # the value of "phases", built for each cell
 

@@ -64,6 +64,7 @@ CASES = (
     ({"mirror_failures": 2}, "", "--checkpoint.mirror s3://bucket/runs", 1),
     ({"init_changes": "model.mixer.window"}, "", "--checkpoint.init_from runs/other", 1),
     ({"replicas": 1, "memory_dir": "/tmp"}, "", "--checkpoint.memory_every 10", 1),
+    ({"weight": 0.3, "temperature": 2.0}, "", "--distill.teacher runs/other", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
     ({"special": "true"}, "--eval.prompt none", "--eval.prompt a", 1),
@@ -82,6 +83,7 @@ READ = {
     "optim": "name lr warmup decay decay_steps weight_decay groups clip qk_clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages elastic auto",
     "data": "path tokenizer eod bos dtype valid doc_mask pack fim_rate prefetch",
+    "distill": "teacher",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves mirror memory_every async_save timeout_s",

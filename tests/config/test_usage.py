@@ -88,7 +88,7 @@ def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
     out = shown(capsys, "deepseek-v3-tiny", "--help", "all")
     entry = r"--([\w.]+) (\S+)\s.*\((?:no default|default: (.*?))(?:; here: (.*))?\)$"
     found = re.findall(entry, out, re.MULTILINE)
-    order = ("train", "data", "model", "optim", "parallel", "eval", "checkpoint", "log", "profile")
+    order = ("train", "data", "model", "optim", "parallel", "distill", "eval", "checkpoint", "log", "profile")
     by_section = sorted((path for path, _ in leaves(cfg)), key=lambda path: order.index(path.split(".")[0]))
     assert [path for path, *_ in found] == by_section
     for path, kind, usual, here in found:

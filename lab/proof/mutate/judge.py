@@ -186,6 +186,9 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
             VerifyRun("deepseek-v3-tiny", 2, "cp2 qk-clip"),
         ),
     ),
+    ("kernels/distillation", (VerifyRun("llama3-tiny", 4, "tp2 distill"),)),
+    ("model/distill", (VerifyRun("llama3-tiny", 4, "tp2 zero3 sp distill"),)),
+    ("checkpoint/teacher", (VerifyRun("llama3-tiny", 4, "pp2 zero3 distill"),)),
     (
         "optim/lamb",
         (

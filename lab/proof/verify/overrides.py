@@ -53,6 +53,7 @@ CELL_WORDS = {
     "data.pack": "best-fit or no-best-fit",
     "data.valid": "own-valid or no-own-valid",
     "checkpoint.async_save": "async or no-async",
+    "distill.teacher": "distill or no-distill",
 }
 
 RUN_FOLDER = "the proof writes and reads its own run folder"

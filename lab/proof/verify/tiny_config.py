@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 
 from checkpoint.branch import NOT_INHERITED, branch_config
-from config import CheckpointConfig, Config
+from config import CheckpointConfig, Config, DistillConfig
 from config.reading import tiny
 from config.tree import plain_data, with_values
 from data import fim, tokenizer
@@ -97,6 +97,8 @@ def placed(cfg: Config, home: Path, name: str, trunk: Path | None = None) -> Con
         checkpoint = replace(checkpoint, resume=str(trunk))
     if trunk is not None and checkpoint.init_from is not None:
         checkpoint = replace(checkpoint, init_from=str(trunk))
+    if trunk is not None and cfg.distill.teacher is not None:
+        cfg = replace(cfg, distill=replace(cfg.distill, teacher=str(trunk)))
     cfg = replace(
         cfg,
         model=replace(cfg.model, vocab=vocab),
@@ -120,21 +122,24 @@ def placed(cfg: Config, home: Path, name: str, trunk: Path | None = None) -> Con
 
 
 def has_trunk(cfg: Config) -> bool:
-    """Return whether the job starts from a checkpoint of another run."""
-    return cfg.checkpoint != without_start(cfg).checkpoint
+    """Return whether the job starts from a checkpoint of another run, or has it as its teacher."""
+    return cfg != without_start(cfg)
 
 
 def without_start(cfg: Config) -> Config:
-    """Return the job starting from initial weights."""
+    """Return the job starting from initial weights, without a teacher."""
     start = {key: getattr(CheckpointConfig, key) for key in ("resume", "init_from", "init_changes", "branch")}
-    return replace(cfg, checkpoint=replace(cfg.checkpoint, **start))
+    return replace(cfg, checkpoint=replace(cfg.checkpoint, **start), distill=DistillConfig())
 
 
 def get_trunk(cfg: Config) -> Config:
     """Return the run whose checkpoint after TRUNK_STEPS a job starts from (`has_trunk`). If only weights
-    are loaded, it may be of another model (lattice.BUNDLES names the key).
+    are loaded, it may be of another model (lattice.BUNDLES names the key). A teacher alone has learned from
+    other initial weights.
     """
     trunk = without_start(cfg)
+    if cfg.checkpoint == trunk.checkpoint:
+        return with_values(trunk, {"train.seed": trunk.train.seed + 1})
     if cfg.checkpoint.init_from is None:
         return trunk
     return with_values(trunk, {"model.norm.eps": 10 * trunk.model.norm.eps})
