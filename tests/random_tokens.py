@@ -16,8 +16,8 @@ DOCUMENT_STARTS_SHARE = 0.1
 class RandomTokens:
     """Batches that depend only on (train.seed, step), sharded over the data-parallel ranks.
 
-    A fifth of the targets is ignored, and nearly all of those of the first sequence, so that microbatches
-    have unequal weights.
+    A fifth of the targets is ignored, and nearly all of those of the first of several sequences, so that
+    microbatches have unequal weights. With the first target alone, queries and keys would have no gradient.
     """
 
     def __init__(self, cfg: Config, dp_index: int, dp_size: int) -> None:
@@ -35,7 +35,8 @@ class RandomTokens:
 
         is_ignored = torch.rand(size, train.seq_len, generator=stream) < IGNORED_SHARE
         targets = ids[:, 1:].masked_fill(is_ignored, IGNORED_TARGET)
-        targets[0, 1:] = IGNORED_TARGET
+        if size > 1:
+            targets[0, 1:] = IGNORED_TARGET
 
         positions = torch.arange(train.seq_len).expand(size, -1)
         documents: Tensor | None = None
