@@ -64,7 +64,9 @@ def check_vocab(cfg: Config, source: ModelConfig, where: object) -> None:
     theirs, own = vocab_size(source), vocab_size(cfg.model)
     if theirs == own:
         return
-    remedy = f"set --model.vocab {theirs}" if theirs > own else "choose a teacher with the same tokenizer"
+    remedy = "choose a teacher with the same tokenizer"
+    if theirs > own:
+        remedy += f", or if it has that, set --model.vocab {theirs}"
     raise ConfigError(
         f"distill.teacher: {where} has {theirs:,} token ids, and model.vocab is {own:,}; {remedy}"
     )
