@@ -27,28 +27,28 @@ def masked_attention(
 
     mask: None is plain causal over equal lengths.
     """
-    results = call(q, k, v, mask, form, AuxRequest(lse=True) if with_lse else None)
+    results = run_flex(q, k, v, mask, form, AuxRequest(lse=True) if with_lse else None)
     if not with_lse:
         return results.transpose(1, 2), None
     out, aux = results
     return out.transpose(1, 2), aux.lse.transpose(1, 2)
 
 
-def largest_scores(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -> Tensor:
-    """Return for each query and head [b, h, s_q] the largest score of a key that it sees: q [b, s_q, h, d],
-    k [b, s_k, g, d]. NaN if a score is NaN. No gradients.
+def largest_scores_by_query(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) -> Tensor:
+    """q [b, s_q, h, d], k [b, s_k, g, d] -> the largest score of the keys that each query sees [b, h, s_q].
 
-    The values are the fewest columns that flex_attention takes.
+    NaN if a score is NaN. No gradients. As values, flex_attention gets the first columns of the keys: it
+    needs some, and their product is not used.
     """
     given = None if mask.is_causal else mask
-    _, aux = call(q, k, k[..., :FLEX_MIN_HEAD_DIM], given, form, AuxRequest(lse=True, max_scores=True))
-    return torch.where(aux.lse.isnan(), aux.lse, aux.max_scores)  # its maximum passes over NaN
+    _, aux = run_flex(q, k, k[..., :FLEX_MIN_HEAD_DIM], given, form, AuxRequest(lse=True, max_scores=True))
+    return torch.where(aux.lse.isnan(), aux.lse, aux.max_scores)  # the kernel's maximum ignores NaN
 
 
-def call(
+def run_flex(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, form: ScoreForm, aux: AuxRequest | None
 ) -> Any:
-    """Return what flex_attention does: out [b, h, s_q, e], and if it is asked for, what else `aux` names."""
+    """Call flex_attention: out [b, h, s_q, e], or (out, AuxOutput) if `aux` asks for more."""
     function = compiled() if q.is_cuda else flex_attention
     return function(
         *(x.transpose(1, 2) for x in (q, k, v)),

@@ -53,7 +53,7 @@ def largest_by_flex(q: Tensor, k: Tensor, mask: AttentionMask, form: ScoreForm) 
     """Return largest_scores by flex_attention, of 16-bit products that are added in fp32."""
     from kernels import attention_flex  # imported only where it is used
 
-    return attention_flex.largest_scores(q, k, mask, form).amax((0, 2))
+    return attention_flex.largest_scores_by_query(q, k, mask, form).amax((0, 2))
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The buckets of one rank, without storage: parallel/sharding/ applied to the parameters that the real
 modules declare (model/describe.py)."""
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,6 +13,8 @@ from parallel.sharding.powersgd import is_matrix, matrix_shape
 from parallel.sharding.slots import ShardingConfig
 from parallel.sharding.spec import ParameterSpec, ShardedParameter
 from plan.job import Job
+
+FULL_PARTS = 3  # parts whose full gradients (ZeRO-2, 3) or weights (ZeRO-3) exist at the same time
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,3 +165,12 @@ def plan_bucket(params: list[ShardedParameter], sharding: ShardingConfig, ranks:
     )
     is_hidden = sharding.separate_hidden and params[0].spec.is_hidden_matrix
     return PlannedBucket(tuple(param.spec for param in params), layout, is_hidden, num_users)
+
+
+def max_consecutive_sum(sizes: Sequence[float], num_parts: int) -> float:
+    """Return the largest sum of `num_parts` consecutive parts of a stage."""
+    most = 0.0
+    for first in range(len(sizes)):
+        together = sizes[first:first + num_parts]
+        most = max(most, sum(together))
+    return most

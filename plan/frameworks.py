@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 
 from config import Config
 from model.precision import compute_bytes
-from plan.buckets import PlannedBucket, buckets, unique_buckets
+from plan.buckets import PlannedBucket, buckets, max_consecutive_sum, unique_buckets
 from plan.job import Job
 from plan.memory import (
     StageActivations,
-    max_consecutive_sum,
     passing_bytes,
     peak_activation_bytes,
     peak_of_ops,

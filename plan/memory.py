@@ -29,14 +29,18 @@ from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import Op
 from parallel.sharding.packing import block_size
 from plan import teacher
-from plan.buckets import PlannedBucket, buckets, trained_buckets, unique_buckets
+from plan.buckets import (
+    FULL_PARTS,
+    PlannedBucket,
+    buckets,
+    max_consecutive_sum,
+    trained_buckets,
+    unique_buckets,
+)
 from plan.bytes import boundary_bytes, shared_key_bytes
 from plan.job import Job, has_row_bound
 from plan.parts import records_of_stage
 from plan.record.part import PartRecord
-
-FULL_PARTS = 3  # parts whose full gradients (ZeRO-2, 3) or weights (ZeRO-3) exist at the same time
-
 
 # ---- state -------------------------------------------------------------------------------------------------
 
@@ -185,15 +189,6 @@ def quantized_weight_bytes(job: Job) -> int:
     return round(sum(sum(sizes) for sizes in of_stages))
 
 
-def max_consecutive_sum(sizes: Sequence[float], num_parts: int) -> float:
-    """Return the largest sum of `num_parts` consecutive parts of a stage."""
-    most = 0.0
-    for first in range(len(sizes)):
-        together = sizes[first:first + num_parts]
-        most = max(most, sum(together))
-    return most
-
-
 # ---- activations -------------------------------------------------------------------------------------------
 
 
@@ -250,7 +245,7 @@ def peak_activation_bytes(job: Job) -> int:
 
 
 def beside_teacher(stage: StageActivations, nbytes: float) -> StageActivations:
-    """Return the stage with a teacher's forward, of nbytes, at the end of its own."""
+    """Add the forward of a teacher, which takes `nbytes`, to the end of the stage's forward."""
     return stage._replace(forward=max(stage.forward, stage.kept + nbytes))
 
 

@@ -12,12 +12,17 @@ from config import Config, padded_vocab
 from model.describe import PartDescription, describe_stage
 from model.precision import compute_bytes
 from model.sharding import sharding_config
-from plan.buckets import PlannedBucket, buckets_of_part, shared_table_bucket, sharers
+from plan.buckets import (
+    FULL_PARTS,
+    PlannedBucket,
+    buckets_of_part,
+    max_consecutive_sum,
+    shared_table_bucket,
+    sharers,
+)
 from plan.job import Job
 from plan.parts import records_of_part
 from plan.record.part import Amount, PartRecord
-
-FULL_PARTS = 3  # parts whose full weights exist at a time under ZeRO-3
 
 
 def has_teacher(job: Job, stage: int) -> bool:
@@ -45,8 +50,7 @@ def passing_bytes(job: Job) -> int:
     if job.teacher is None or job.cfg.parallel.zero < 3 or not is_here(job):
         return 0
     sizes = [sum(bucket.size for bucket in part) for part in bucket_parts(job)]
-    most = max(sum(sizes[first:first + FULL_PARTS]) for first in range(len(sizes)))
-    return compute_bytes(job.teacher.train.dtype) * most
+    return compute_bytes(job.teacher.train.dtype) * round(max_consecutive_sum(sizes, FULL_PARTS))
 
 
 def forward_bytes(job: Job) -> float:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from in_fp64 import InFp64
 from program import Enough, trained
 from ranks import corpus
-from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
 
@@ -84,15 +84,6 @@ def train_ours(home, name, *more, last=None, model=None):
             "--log.name", name, *start, *more]
     assert trained(World(), resolve(*split_argv(argv)), str(home / "runs" / name), watch) == 0
     return seen
-
-
-class InFp64(TorchFunctionMode):
-    """transformers computes norms, rotary tables and softmax in fp32, whatever it is given; here in fp64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {k: torch.float64 if x is torch.float32 else x for k, x in (kwargs or {}).items()}
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*args, **kwargs)
 
 
 def load_theirs(folder):

@@ -93,5 +93,8 @@ def find_problem(cfg: Config, world: int) -> str | None:
 
 def first_broken(every: Iterable[Rules], cfg: Config, world: int) -> str | None:
     """Return the message of the first rule that does not hold, or None."""
-    rules = (rule for each in every for rule in each(cfg, world))
-    return next((rule.message for rule in rules if not rule.holds), None)
+    for rules in every:
+        for rule in rules(cfg, world):
+            if not rule.holds:
+                return rule.message
+    return None
