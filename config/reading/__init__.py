@@ -2,6 +2,8 @@
 
 kinds.py     the kinds of parts that a model may have; all paths of the tree
 parse.py     plain data -> the dataclasses
+arguments.py the command line: NAME, --config, --depth, settings
+dial.py      a recipe at another depth
 loading.py   recipes, files and the command line -> Config; Config -> YAML
 earlier.py   renamed keys, and saved configs that still have the old ones
 flat.py      mixtures of experts as flat keys: older saved configs, config.json
@@ -20,6 +22,7 @@ usage.py     the text of --help
 Import what a program needs from here. The rules, the unused keys and the help are imported as modules:
 `from config.reading import rules`.
 """
+from config.reading.arguments import split_argv
 from config.reading.loading import (
     dotted_overrides,
     dump,
@@ -29,7 +32,6 @@ from config.reading.loading import (
     recipes,
     resolve,
     saved_config,
-    split_argv,
     stated_keys,
 )
 from config.reading.parse import (

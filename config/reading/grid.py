@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config.manifest import keep_manifest, read_manifest
-from config.reading.loading import dotted_overrides, split_argv
+from config.reading.arguments import split_argv
+from config.reading.loading import dotted_overrides
 from config.reading.run_name import MAX_NAME, plain
 from config.schema import Config
 from config.strict import ConfigError

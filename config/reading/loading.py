@@ -90,26 +90,6 @@ def dotted_overrides(argv: list[str]) -> Tree:
     return stated
 
 
-def split_argv(argv: list[str]) -> tuple[str | None, str | None, list[str]]:
-    """Split the arguments of train.py into (NAME, --config file, all other arguments).
-
-    Raises ConfigError if --config has no file.
-    """
-    rest = list(argv)
-    name = None
-    if rest and not rest[0].startswith("-"):
-        name = rest.pop(0)
-
-    file = None
-    if "--config" in rest:
-        index = rest.index("--config")
-        if index + 1 == len(rest):
-            raise ConfigError("--config: needs a file")
-        file = rest[index + 1]
-        del rest[index:index + 2]
-    return name, file, rest
-
-
 def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
     """Return the config of a command line: recipe, then file, then overrides, on top of the model's preset.
 

@@ -26,6 +26,7 @@ USAGE = """usage: python train.py [NAME] [--config FILE] [--section.key VALUE ..
        python train.py [NAME] --help SECTION|WORD  those that match; "all": all
        python train.py --list                      every recipe (NAME)
        python train.py NAME --dry-run --world N    a step without its ranks
+       python train.py NAME --depth N              the recipe at another size
 """
 ALL = "all"
 MOST_SET = {  # {section: keys that --help shows without a word, those of absent parts included}

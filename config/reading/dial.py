@@ -1,0 +1,130 @@
+"""One dial: `train.py NAME --depth N` is a recipe at another size.
+
+The recipe is the reference, at which batch and rates were tuned. Another depth keeps its proportions: the
+width grows with the depth, the length of the run with the parameters, the batch with the length, and the
+rates with the batch. These are the rules of nanochat's dial (at 92d63d4), for any recipe.
+
+- Tokens D: as many per parameter as in the recipe. Parameters that only look up a row (the embedding) and
+  experts that a token does not choose do not count.
+- Batch B: it grows with D^0.383 (arXiv 2505.13738), by a power of two.
+- Learning rate: it grows with sqrt(B) (optim.lr_rule, arXiv 2205.10287), and follows muP's rule for the width
+  (arXiv 2203.03466).
+- Weight decay: it grows with sqrt(B) / D, so that B / (lr x decay x D) stays the same (arXiv 2405.13698).
+"""
+import math
+from dataclasses import replace
+
+from config.optimizers import OPTIMIZERS
+from config.reading.loading import dotted_overrides, resolve
+from config.reading.parse import HORIZONS, parse_key
+from config.reading.sizes import sizes_at_width
+from config.schema import Config, ModelConfig
+from config.strict import ConfigError, Tree
+from config.tree import has_path
+from model.describe import all_parameters
+from model.router import mixture
+
+OPTION = "--depth"
+LOOKED_UP = ("embedding", "positions")  # roles of tables that give a token a row
+BATCH_POWER = 0.383  # of the tokens of a run (arXiv 2505.13738)
+WIDTH_UNIT = 64  # where the heads of a model do not divide its width
+
+
+def settings_at_depth(name: str | None, file: str | None, argv: list[str], depth: str) -> list[str]:
+    """Return the settings of a recipe or file at this depth, with those of `argv`, as a command line.
+
+    Sizes, batch and length that `argv` states win, and what follows from them follows. Rates that it states
+    are those of the recipe's own depth. Raises ConfigError.
+    """
+    if not depth.isdigit() or int(depth) < 1:
+        raise ConfigError(f"{OPTION}: expected a number of layers, such as 12, got {depth!r}")
+    stated = dotted_overrides(argv)
+    recipe = resolve(name, file, [])
+    check_can_turn(recipe, stated)
+
+    # the model, and its size beside the recipe's
+    hidden = stated.get("model.hidden") or width_at_depth(recipe.model, int(depth))
+    hidden = parse_key("model.hidden", hidden, "model.hidden")
+    sizes = {"model.layers": depth, "model.hidden": hidden}
+    sizes |= {f"model.{key}": value for key, value in sizes_at_width(recipe.model, hidden).items()}
+    unsized = {key: value for key, value in stated.items() if key not in sizes}
+    reference = resolve(name, file, to_words(unsized))
+    turned = resolve(name, file, to_words(sizes | stated))
+    growth = multiplied_parameters(turned.model) / multiplied_parameters(reference.model)
+
+    settings = sizes | run_settings(recipe, turned, growth, stated)
+    if not (recipe.model.mup or OPTIMIZERS[turned.optim.name].why_no_mup):
+        settings["model.mup.base"] = recipe.model.hidden
+    settings["log.name"] = f"{recipe.log.name}-d{depth}"
+    if any(f"train.{key}" in stated for key in HORIZONS):
+        del settings["train.tokens"]
+    return to_words(settings | {key: value for key, value in stated.items() if key != "optim.weight_decay"})
+
+
+def check_can_turn(recipe: Config, stated: Tree) -> None:
+    """Raise ConfigError if the length of a recipe cannot grow with its size, and for a branch."""
+    branch = stated.get("checkpoint.branch")
+    if branch not in (None, "none"):
+        raise ConfigError(f"{OPTION}: a branch keeps the sizes of {branch}; leave it out")
+    train = recipe.train
+    for key in ("phases", "ramp"):
+        if getattr(train, key) is not None:
+            raise ConfigError(
+                f"{OPTION}: train.{key} of {recipe.log.name} counts the steps of its own size; set it to "
+                f"none there, or leave {OPTION} out")
+    if train.steps is None and train.tokens is None:
+        raise ConfigError(
+            f"{OPTION}: {recipe.log.name} has neither train.steps nor train.tokens, from which the length at "
+            f"another depth follows; set one there, or leave {OPTION} out")
+
+
+def width_at_depth(model: ModelConfig, depth: int) -> int:
+    """Return the width that keeps the ratio of width and depth, rounded up to whole heads."""
+    heads = model.mixer.heads if has_path(model, "mixer.heads") else 0
+    unit = model.hidden // heads if heads and model.hidden % heads == 0 else WIDTH_UNIT
+    return math.ceil(model.hidden * depth / (model.layers * unit)) * unit
+
+
+def multiplied_parameters(model: ModelConfig) -> float:
+    """Return how many parameters multiply a token, multi-token prediction left out.
+
+    A vocabulary that the data decides counts as 0 rows.
+    """
+    experts = mixture(model)
+    used = experts.top_k / experts.experts if experts else 1.0
+    tied_head = (model.vocab or 0) * model.hidden if model.tied else 0
+    return tied_head + sum(
+        spec.numel * (used if spec.is_expert else 1.0)
+        for spec, _ in all_parameters(replace(model, mtp=None)) if spec.role not in LOOKED_UP
+    )
+
+
+def run_settings(recipe: Config, turned: Config, growth: float, stated: Tree) -> Tree:
+    """Return length, batch and rates of a run.
+
+    turned: the config at its size, with the settings that are stated. growth: of the parameters.
+    """
+    sequence_tokens = recipe.train.seq_len
+    batch_tokens = recipe.train.global_batch * sequence_tokens
+    tokens = recipe.train.tokens or recipe.train.steps * batch_tokens
+    longer = turned.train.tokens / tokens if "train.tokens" in stated else growth
+
+    # sequences of a step, of this run and of the recipe, whose sequences may have another length
+    base_batch = max(1, round(batch_tokens / turned.train.seq_len))
+    batch = max(1, round(base_batch * 2.0 ** round(BATCH_POWER * math.log2(longer))))
+    if "train.global_batch" in stated:
+        batch = turned.train.global_batch
+    settings: Tree = {
+        "train.tokens": round(tokens * longer),
+        "train.global_batch": batch,
+        "train.micro_batch": min(batch, recipe.train.micro_batch),
+    }
+    if turned.optim.lr_rule is None:
+        settings |= {"optim.lr_rule": "sqrt", "optim.base_batch": base_batch}
+    decay = turned.optim.weight_decay * math.sqrt(batch / base_batch) / longer
+    return settings | {"optim.weight_decay": float(f"{decay:.4g}")}
+
+
+def to_words(settings: Tree) -> list[str]:
+    """Return settings as words of a command line."""
+    return [f"--{key}={value}" for key, value in settings.items()]
