@@ -18,7 +18,7 @@ from model.distill import Teacher
 from model.router_states import RouterStates
 from model.stages import make_stages
 from model.transformer import PipelineStage
-from parallel.sharding.bucket import Bucket
+from parallel.sharding.bucket import Bucket, wait_param_gathers
 from parallel.sharding.zero import ZeroHooks
 from parallel.topology.mesh import Mesh
 from runtime.run import TrainingRun
@@ -48,6 +48,7 @@ def add_teacher(run: TrainingRun, make_buckets: MakeBuckets) -> list[str]:
     buckets, routers = place_teacher(run, cfg, make_buckets)
     notes = state.take_weights(
         cfg, index, world, data=run.data, buckets=buckets, routers=routers, asker=TEACHER)
+    wait_param_gathers(buckets)  # they are not part of a step, which may be computed again
     return [*start.notes, notes[0]]
 
 

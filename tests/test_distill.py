@@ -262,6 +262,16 @@ def test_layouts_train_as_one_process(home, ranks, layout):
         assert seen == pytest.approx(alone, rel=1e-9)
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_steps_beside_a_teacher_repeat_bit_for_bit(home, ranks, zero):
+    """From the first step on, whose teacher has just been read."""
+    argv = [*MODEL, *RUN, "--data.path", str(home / "text"), "--log.dir", str(home / "runs")]
+    argv += ["--distill.teacher", str(home / "teacher"), *MIX, "--train.rerun_every", "1"]
+    argv += ["--train.micro_batch", "1", "--parallel.zero", str(zero), "--log.name", f"again-{zero}"]
+    for seen in ranks(2).run(losses_of, argv, str(home / "runs" / f"again-{zero}")):
+        assert len(seen) == 2 * STEPS
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp8"])
 def test_low_precision_follows_fp64(home, dtype):
     """The teacher is in 16 bits beside a model in fp8."""
