@@ -5,7 +5,8 @@ residual stream x, with norms placed by model.norm.place:
     after    x += norm(f(x))                      OLMo 2 (arXiv 2501.00656)
     around   x += norm_after(f(norm(x)))          Gemma 2 (arXiv 2408.00118)
 
-With model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)).
+With model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)); with parallel_norms,
+each reads its own.
 
 MIXERS and MLPS list the choices: attention can be replaced by a mixer with a state, and the MLP by a mixture
 of experts. A kind of block may have only one of the two (Nemotron-H, arXiv 2504.03624).
@@ -54,7 +55,8 @@ class TransformerBlock(nn.Module):
         cfg = config_of_layer(cfg, layer)
         self.layer = layer
         key = f"layers.{layer}"
-        self.is_parallel = cfg.model.residual == "parallel"
+        self.is_parallel = cfg.model.residual != "sequential"
+        self.shares_norm = cfg.model.residual == "parallel"
         self.residual_scale = cfg.model.residual_scale
         self.dropout = cfg.model.dropout
         self.mixer_site = 1 + 2 * layer  # dropout sites; the embedding's is 0
@@ -72,7 +74,7 @@ class TransformerBlock(nn.Module):
             self.mixer_norm_after = Norm(cfg, f"{key}.attn_norm_after") if after else None
         mlp = MLPS.get(type(cfg.model.mlp))
         if mlp is not None:
-            if not self.is_parallel:
+            if not self.shares_norm:
                 self.mlp_norm = Norm(cfg, f"{key}.mlp_norm") if before else SUM
             self.mlp = mlp(cfg, mesh, layer)
             self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
@@ -113,6 +115,8 @@ class TransformerBlock(nn.Module):
         mixed = x
         if not self.is_parallel:
             h, residual = self.mlp_norm.add_and_norm(mixed, residual)
+        elif not self.shares_norm:
+            h = self.mlp_norm(residual)
         if isinstance(self.mlp, MoE):
             y, router_stats = self.mlp(h, context.router_inputs)
         else:

@@ -115,7 +115,7 @@ def from_hf(
     source = foreign.read_hf_folder(folder)
     family, found = source.family.model_type, source.weights.tensors
     published_mtp = modules_ahead(source.model)
-    model = hf.tie_embeddings(source.model, found)
+    model = hf.tie_embeddings(source.model, source.family, found)
     has_tokenizer = spec or any((folder / name).exists() for name in tokenizer_files.OWN_FILES)
     tok = tokenizer.load_tokenizer(spec or folder, eod) if has_tokenizer else None
     is_own = tok is not None and has_same_ids(folder, tok, eod)

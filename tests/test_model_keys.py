@@ -432,6 +432,7 @@ CASES = [
     ),
     Case("norm.place", "around", NEW, added("attn_norm_after.weight", "mlp_norm_after.weight")),
     Case("residual", "parallel", NEW, added(gone=("mlp_norm.weight",))),
+    Case("residual", "parallel_norms", VALUES),
     Case("residual_scale", 0.5, VALUES),
     Case("embed_scale", 3.0, VALUES),
     Case("embed_norm", True, NEW, added("embed_norm.weight")),

@@ -36,10 +36,9 @@ from parallel.sharding.boxes import Box
 
 # ---- names -------------------------------------------------------------------------------------------------
 
-HEAD = "lm_head.weight"
 VOCAB_KEYS = ("embed.weight", "head.weight")  # ours are padded: [padded vocab, hidden]
 # buffers in old files, which are not weights
-BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
+BUFFERS = re.compile(r"(.*\.)?(\d+\.(attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 NORM_WEIGHT = re.compile(r"(?<!\.attn\.)norm(_after)?\.weight$")  # except that of a state's output
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; version 5's is ten times larger
@@ -148,14 +147,14 @@ def unread_notes(names: Collection[str], family: Family, layers: int) -> list[st
     ]
 
 
-def tie_embeddings(model: ModelConfig, found: Collection[str]) -> ModelConfig:
+def tie_embeddings(model: ModelConfig, family: Family, found: Collection[str]) -> ModelConfig:
     """Return the model that the tensors belong to, regardless of what config.json says or omits.
 
-    A folder without lm_head has a tied head. A folder without multi-token prediction modules has none:
+    A folder without an output head has a tied one. A folder without multi-token prediction modules has none:
     transformers drops them when saving.
     """
     has_mtp = any(name.startswith(f"model.layers.{model.layers}.") for name in found)
-    return replace(model, tied=model.tied or HEAD not in found, mtp=model.mtp if has_mtp else None)
+    return replace(model, tied=model.tied or family.head not in found, mtp=model.mtp if has_mtp else None)
 
 
 def check_folder(

@@ -179,7 +179,7 @@ def index_hf_folder(folder: HFFolder) -> ForeignIndex:
 
     Raises ConfigError naming the folder, and the tensor that is unknown or of an unexpected shape.
     """
-    model = hf.tie_embeddings(folder.model, folder.weights.tensors)
+    model = hf.tie_embeddings(folder.model, folder.family, folder.weights.tensors)
     notes = tuple(hf.unread_notes(folder.files.tensors, folder.family, model.layers))
     return foreign_index(folder.path, folder.family, model, folder.weights, notes)
 
@@ -268,7 +268,8 @@ def with_full_names(tensors: NamedTensors, family: Family, model: ModelConfig) -
     # the hub's gpt2, and base models without a head, are saved without the prefix
     bare = not any(name.startswith(family.prefix) for name in names)
     stored = {
-        text if text == hf.HEAD or not bare else family.prefix + text: name for text, name in names.items()
+        text if text == family.head or not bare else family.prefix + text: name
+        for text, name in names.items()
     }
     stored = {
         family.usual_name(full, model): name for full, name in stored.items()
@@ -411,7 +412,7 @@ def check_copies(index: ForeignIndex) -> None:
             other = replace(piece, key=first)
             if not is_same or not torch.equal(index.tensors.read_box(piece), index.tensors.read_box(other)):
                 why = f"from {first}, and {index.family.config} says that they are one"
-                if name != hf.HEAD:
+                if name != index.family.head:
                     whole = "head" if key == "head.weight" else "embedding"
                     why = f"from the {whole}, but multi-token prediction shares it"
                 raise ConfigError(f"{index.path}: {name} differs {why}")

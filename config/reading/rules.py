@@ -101,8 +101,11 @@ def part_rules(cfg: Config, world: int) -> Iterator[Rule]:
         len(absent) < 2,
         "model.mlp.kind: none, and so is model.mixer.kind; a block has one of them, or both")
     yield Rule(
-        model.residual != "parallel" or not absent,
-        f"model.residual: parallel, and model.{''.join(absent[:1])}.kind is none; use sequential")
+        model.residual == "sequential" or not absent,
+        f"model.residual: {model.residual}, and model.{''.join(absent[:1])}.kind is none; use sequential")
+    yield Rule(
+        model.residual != "parallel_norms" or model.norm.place != "after",
+        "model.residual: parallel_norms, and model.norm.place after has no norms before; use parallel")
 
 
 def mixer_rules(cfg: Config, world: int) -> Iterator[Rule]:

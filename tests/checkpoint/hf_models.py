@@ -224,6 +224,10 @@ GENERAL = {
         "mixer": {"kv_heads": 2, "qk_norm": "unweighted"}, "mlp.activation": "relu2", "norm.weight": False,
         "embed_norm": True, "logit_cap": 15.0,
     },
+    "gpt_neox": {
+        "norm.kind": "layernorm", "mlp": {"activation": "gelu_erf", "bias": True},
+        "residual": "parallel_norms", "mixer": {"bias": "all", "rope.share": 0.5},
+    },
     "nemotron": {
         "norm.kind": "layernorm", "mlp.activation": "relu2",
         "mixer": {"kv_heads": 2, "head_dim": 8, "rope.share": 0.5},

@@ -31,7 +31,7 @@ FAMILY = {  # start of a preset's name
     "hunyuan": "hunyuan_v1_dense", "trinity": "afmoe", "lfm2-8b": "lfm2_moe", "lfm2-1.2b": "lfm2",
     "short-conv": "lfm2", "delta-": "qwen3_5_text", "olmo-hybrid": "olmo_hybrid",
     "mamba-": "granitemoehybrid", "kimi-": "kimi_linear", "gpt-oss": "gpt_oss", "laguna": "laguna",
-    "mimo": "mimo_v2_flash", "step3": "step3p5",
+    "mimo": "mimo_v2_flash", "step3": "step3p5", "pythia": "gpt_neox",
 }
 COUNTED = (
     "gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "deepseek-v2-lite",
@@ -40,7 +40,7 @@ COUNTED = (
     "granite-3.3-2b", "command-r7b", "glm4-9b", "mimo-v2-flash", "apertus-8b", "mistral-small-4",
     "phi4-mini-3.8b", "exaone4-32b", "lfm2-1.2b", "lfm2-8b-a1b", "qwen3-next-80b-a3b", "olmo-hybrid-7b",
     "kimi-linear-48b-a3b", "nemotron-h-8b", "nemotron3-30b-a3b", "delta-tiny", "gpt-oss-20b",
-    "llama4-maverick", "qwen2-moe-tiny",
+    "llama4-maverick", "qwen2-moe-tiny", "pythia-1b",
 )
 LLAMA = {
     "model_type": "llama", "vocab_size": 99, "hidden_size": 48, "intermediate_size": 100,

@@ -42,7 +42,7 @@ MODEL_VALUES = {
     "norm.kind": ("rmsnorm", "layernorm"), "norm.eps": (1e-5, 0.0, 1.0, -1e-9),
     "norm.place": ("before", "after", "around"), "norm.bias": (True, False),
     "norm.weight": (True, False), "embed_norm": (True, False),
-    "residual": ("sequential", "parallel"), "residual_scale": (1.0, 0.5), "embed_scale": (1.0, 3.0),
+    "residual": ("sequential", "parallel", "parallel_norms"), "residual_scale": (1.0, 0.5), "embed_scale": (1.0, 3.0),
     "logit_scale": (1.0, 0.3), "logit_cap": (None, 20.0),
     "mlp.activation": ("swiglu", "gelu", "gelu_erf", "geglu", "clamped_swiglu", "relu2", "xielu"),
     "mlp.kind": ("mlp", "experts", "none"), "mixer.dt_min": (0.0, 0.5), "mlp.bias": (True, False),

@@ -58,6 +58,7 @@ ROPE = {
     "vocab_size": 211, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
     "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64,
 }
+NEOX = {key: value for key, value in ROPE.items() if key != "num_key_value_heads"}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.0, 3.0, 9.0]}
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0,
@@ -212,6 +213,11 @@ CASES = {
     "nanochat-biased": ("NanoChat", {
         **ROPE, "num_key_value_heads": 1, "attention_bias": True, "final_logit_softcapping": None,
         "tie_word_embeddings": True,
+    }),
+    "gpt-neox": ("GPTNeoX", {**NEOX, "rotary_pct": 0.5, "hidden_dropout": 0.1}),
+    "gpt-neox-in-a-row": ("GPTNeoX", {
+        **NEOX, "use_parallel_residual": False, "attention_bias": False, "rotary_emb_base": 5e4,
+        "rotary_pct": 1.0,
     }),
     "laguna": ("Laguna", {
         **SIGMOID, "num_hidden_layers": 4, "num_experts": 8, "shared_expert_intermediate_size": 40,

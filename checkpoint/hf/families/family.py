@@ -73,13 +73,14 @@ class Arrangement:
     turned: bool = False  # the halves of each of our groups are swapped
 
 
+HEAD = "lm_head.weight"  # in most families
 PLAIN_ARRANGEMENT = Arrangement()
 ArrangementOf = Callable[[ModelConfig], Arrangement]  # takes the model of the tensor's layer
 
 
 def head_if_tied(model: ModelConfig) -> dict[str, str]:
     """Return a second copy of the head, which may be stored if it is tied."""
-    return {"lm_head.weight": "embed.weight"} if model.tied else {}
+    return {HEAD: "embed.weight"} if model.tied else {}
 
 
 def head_and_mtp(model: ModelConfig) -> dict[str, str]:
@@ -118,6 +119,11 @@ class Family:
     config: str = "config.json"  # where the model is described, for errors
     code: str = ""  # the model_type whose transformers code runs it, if it has none for this one
     within: str = ""  # likewise, a multimodal one, if it has this one only as a text part
+
+    @property
+    def head(self) -> str:
+        """Their name of the output head."""
+        return self.tensors.get("head.weight", HEAD)
 
     def read(self, hf_config: Tree) -> Tree:
         """Return {field of ModelConfig: value}, for config.build_tree. Raises FamilyError."""
