@@ -13,9 +13,9 @@ from torch import Tensor
 
 from checkpoint.disk.files import TORCH
 from checkpoint.disk.tensors_by_name import NamedTensors, TensorInfo, weight_files
+from checkpoint.hf.families.family import HEAD
 from checkpoint.hf.families.table import FAMILIES, text_names
 from checkpoint.hf.tensors import (
-    HEAD,
     SHARD_BYTES,
     HFTensor,
     Piece,
