@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from runtime.setup import redact
-from runtime.sinks import ending
+from runtime.sinks import Sink, ending
 
 CLOSE_SECONDS = 5.0  # how long close() waits for the tracker
+CHILD_PROGRAM = Path(__file__).with_name("tracker_child.py")
 BUFFER_BYTES = 4 * 2**20  # maximum backlog for the pipe, about 10,000 records
 WRITE_BYTES = 65536  # per write to the pipe
 POLL_SECONDS = 0.01
@@ -38,29 +39,26 @@ class Child(subprocess.Popen[bytes]):
                          stderr=subprocess.DEVNULL, start_new_session=True)
 
 
-class ChildSink:
+class ChildSink(Sink):
     """A sink whose child process talks to the tracker `title`. Until begin() every method does nothing.
 
     max_buffered: maximum backlog for the pipe in bytes. late_hint (attribute): what the warning adds if the
     tracker does not answer in time, such as how to upload later.
     """
-    title = "tracker"
     late_hint = ""
 
     def __init__(self, max_buffered: int = BUFFER_BYTES) -> None:
+        super().__init__()
         self.max_buffered = max_buffered
         self.buffer = bytearray()  # not yet accepted by the pipe
-        self.dropped = 0  # records
-        self.trouble: str | None = None
-        self.warned = False
         self.child: Child | None = None
 
-    def begin(self, program: str, first: dict[str, Any]) -> None:
-        """Start the child, a file of this folder, and send its first message. Never blocks. Raises OSError.
+    def begin(self, first: dict[str, Any]) -> None:
+        """Start the child and send its first message. Never blocks. Raises OSError.
 
-        child_process.py lists the messages after the first.
+        tracker_child.py lists the messages.
         """
-        self.child = Child([sys.executable, str(Path(__file__).with_name(program)), str(os.getpid())])
+        self.child = Child([sys.executable, str(CHILD_PROGRAM), str(os.getpid())])
         os.set_blocking(self.child.stdin.fileno(), False)
         self.send(first)
 
@@ -115,14 +113,6 @@ class ChildSink:
             pass
         except OSError:  # the child has exited and reported why
             self.kill()
-
-    def warning(self) -> str | None:
-        """Return what went wrong on the first call, and None after that."""
-        if self.warned or not (self.trouble or self.dropped):
-            return None
-        self.warned = True
-        cause = self.trouble or "cannot keep up"
-        return f"{self.title}: {cause}; training continues without it, metrics.jsonl has everything"
 
     def close(self, code: int = 0, closing_line: str = "", wait: float = CLOSE_SECONDS) -> None:
         """Send what is left, an alert and the exit code, and wait at most `wait` seconds for the child."""

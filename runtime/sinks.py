@@ -7,7 +7,7 @@ import importlib.util
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from config import ConfigError, LogConfig
 from config.exit_codes import FINISHED, STOPPED_EARLY
@@ -19,8 +19,17 @@ ENDINGS = {FINISHED: ("finished", "INFO"), STOPPED_EARLY: ("stopped early", "WAR
 TRACKER_PACKAGES = {"mlflow": "mlflow", "comet": "comet_ml"}
 
 
-class Sink(Protocol):
-    """A destination for metrics. Methods never block for long and never raise."""
+class Sink:
+    """A destination for metrics. Methods never block for long and never raise; this one does nothing.
+
+    trouble: what went wrong, after which nothing more is written. dropped: records that did not arrive.
+    """
+    title = ""  # in its warning
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+        self.dropped = 0
+        self.warned = False
 
     def describe(self, facts: Values) -> None:
         """Add facts about the run: sizes, layout, FLOPs per token."""
@@ -42,6 +51,11 @@ class Sink(Protocol):
 
     def warning(self) -> str | None:
         """Return what went wrong on the first call, and None after that."""
+        if self.warned or not (self.trouble or self.dropped):
+            return None
+        self.warned = True
+        cause = self.trouble or "cannot keep up"
+        return f"{self.title}: {cause}; training continues without it, metrics.jsonl has everything"
 
     def close(self, code: int, closing_line: str) -> None:
         """Close the sink with the run's exit code and closing line."""

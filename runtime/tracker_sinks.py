@@ -20,7 +20,7 @@ class TrackerSink(ChildSink):
         """Start the child and return at once."""
         super().__init__()
         try:
-            self.begin("tracker_child.py", {
+            self.begin({
                 "kind": self.kind,
                 "name": name,
                 "project": log.project,

@@ -1,4 +1,4 @@
-"""The Weights & Biases sink: its child process is wandb_child.py.
+"""The Weights & Biases sink: its child process is tracker_child.py.
 
 A resumed run keeps its W&B id (file wandb_id in the run folder), so that W&B shows a single run, and the
 offset of W&B's step from the run's (wandb_shift).
@@ -56,7 +56,8 @@ class WandbSink(ChildSink):
             "resume": "allow",
             "config": tree,
         }
-        self.begin("wandb_child.py", {
+        self.begin({
+            "kind": "wandb",
             "init": init_arguments,
             "shift_file": str((run_dir / SHIFT_FILE).resolve()),
             "program": str(TRAIN_FILE),
