@@ -180,12 +180,6 @@ def set_determinism(deterministic: bool, compiles: bool) -> None:
         torch.set_deterministic_debug_mode("error" if deterministic else "default")
 
 
-def keep_harness_in_one_process() -> None:
-    """Stop lm-eval from computing standard errors in forked processes: a fork of a process with torch's
-    threads can deadlock."""
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")
-
-
 # ---- the launcher ------------------------------------------------------------------------------------------
 
 def rank_and_world() -> tuple[int, int, int, int]:
