@@ -81,7 +81,7 @@ def printable(text: str) -> str:
 def last_line(error: BaseException) -> str:
     """Return the last line of the error's text, or its class name if it has no text.
 
-    In the traceback of a rank (runtime/pool.py) this line says what went wrong.
+    In the traceback of a rank (durable/pool.py) this line says what went wrong.
     """
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__

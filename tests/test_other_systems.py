@@ -33,7 +33,7 @@ ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before 
     "lab/benchmarks/watching.py": {"pthread_getcpuclockid"},
     "checkpoint/disk/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
     "runtime/processes.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
-    "runtime/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
+    "durable/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
 }
 
 
