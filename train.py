@@ -23,6 +23,7 @@ from config.reading import split_argv, stated_keys
 import torch
 from checkpoint import branch, state
 from checkpoint.disk import store
+from checkpoint.run_folder import refuse_links
 from config import Config, Tree, is_due, is_permanent_step
 from config.exit_codes import FINISHED
 from config.reading.run_name import with_own_folder
@@ -39,7 +40,6 @@ from parallel.wire import comm
 from parallel.wire.world import World, join_job
 from phases import build_next_phase
 from runtime import failure, setup
-from runtime import folder as run_folders
 from runtime.advice import advised_on_memory
 from runtime.closing import close_run, report_end, summarize_run, summarized_failure
 from runtime.command import shows
@@ -373,7 +373,7 @@ def main(argv: list[str]) -> int:
         # rank 0 locks the folder: one run at a time
         with store.run_lock(folder) if rank == 0 else contextlib.nullcontext() as lease:
             if rank == 0:
-                run_folders.refuse_links(folder)
+                refuse_links(folder)
                 setup.remove_exit_reasons(folder)
             timeout_s = cfg.parallel.timeout_s
             world = join_job(
