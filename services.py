@@ -13,6 +13,7 @@ from checkpoint.made_by import keep_provenance
 from checkpoint.run_folder import RunFolder, describe_template, keep_tokenizer
 from config import Config
 from data.loader import BatchLoader
+from optim.guard import NonFiniteGuard
 from parallel.extras import Extra
 from parallel.wire.world import World
 from plan.count import parameters
@@ -21,7 +22,6 @@ from runtime.closing import trained_flops_per_token
 from runtime.describe import describe_passes, describe_targets, describe_valid
 from runtime.fault_points import FaultHook, no_fault
 from runtime.goodput import GoodputClock
-from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
 from runtime.stop import StopRequest

@@ -31,6 +31,7 @@ from durable.peers import PeerWatch
 from durable.spares import process_words
 from model.router import mixture
 from optim.clip import clip_factor, grad_norm
+from optim.guard import all_finite
 from parallel.context.zigzag import shard_batch
 from parallel.extras import Extras, Gradients, StepResult
 from parallel.microbatch import Microbatch
@@ -47,7 +48,6 @@ from runtime.evaluate import Evaluation, encode_for_phases, evaluate, open_evalu
 from runtime.fault_points import FaultHook
 from runtime.garbage import collected_between_steps
 from runtime.goodput import GoodputClock, recorded_start
-from runtime.guard import all_finite
 from runtime.run import TrainingRun
 from services import Services, log_header, open_services
 from start import (

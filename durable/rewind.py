@@ -6,6 +6,7 @@ from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk_saves import DiskSaves
 from config import OptimConfig
+from config.exit_codes import NON_FINITE
 from durable.memory import MemoryCheckpoints
 from optim.spikes import SpikeState
 from parallel.extras import Extra
@@ -16,7 +17,7 @@ from runtime import failure, lines
 class PersistentSpikes(RuntimeError):
     """Loss or gradient norm keeps spiking (exit code 77)."""
 
-    exit_code = 77
+    exit_code = NON_FINITE
 
 
 class SpikeRewinds:
