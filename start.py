@@ -32,12 +32,12 @@ from durable.peers import PeerWatch
 from durable.probes import probe
 from durable.progress import steps_done
 from model.precision import DTYPES
+from optim.lr import batch_rate_notes, warmup_notes
 from parallel.wire import comm
 from parallel.wire.world import World
 from phases import start_run
 from plan.count import flops_per_token
 from runtime import failure, setup
-from runtime.describe import batch_rate_notes, warmup_notes
 from runtime.evaluate import open_tasks, validated_paths
 from runtime.fault_points import FaultHook, no_fault
 from runtime.start_layout import auto_layout, elastic_layout
@@ -187,7 +187,8 @@ def begin_run(
     in_memory = open_memory(cfg, env, world, folder)
     run, valid_data, start, notes = start_run(cfg, env, world, folder, in_memory)
     notes = [*setup.launcher_notes(), *restored, *notes]
-    notes += [*batch_rate_notes(run, start.step), *warmup_notes(run, stated, start.step)]
+    notes += batch_rate_notes(run.phases, start.step)
+    notes += warmup_notes(run.phases, run.steps, stated, start.step)
     observe("run.built", start.step, run=run, data=run.data, valid=valid_data)
 
     # what would else end the run later

@@ -27,7 +27,6 @@ CORE_FILES = (
     "durable/rewind.py",
     "durable/uploader.py",
     "runtime/closing.py",
-    "runtime/describe.py",
     "runtime/evaluate.py",
     "runtime/run.py",
     "runtime/start_layout.py",
