@@ -18,6 +18,7 @@ from config.reading.phases import change_text, named, with_next_layout
 from config.reading.schedules import make_schedules
 from data.describe import describe_passes, describe_targets
 from data.loader import BatchLoader, open_loader
+from durable.advice import advised_on_memory
 from durable.continue_from import (
     choose_start,
     drop_rows,
@@ -30,7 +31,6 @@ from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.count import flops_per_token
 from runtime import setup
-from runtime.advice import advised_on_memory
 from runtime.closing import trained_flops_per_token
 from runtime.run import TrainingRun
 from services import Services

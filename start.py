@@ -31,6 +31,7 @@ from durable.continue_from import is_evaluation_missing, open_memory
 from durable.peers import PeerWatch
 from durable.probes import probe
 from durable.progress import steps_done
+from durable.start_layout import auto_layout, elastic_layout
 from model.precision import DTYPES
 from optim.lr import batch_rate_notes, warmup_notes
 from parallel.wire import comm
@@ -40,7 +41,6 @@ from plan.count import flops_per_token
 from runtime import failure, setup
 from runtime.evaluate import open_tasks, validated_paths
 from runtime.fault_points import FaultHook, no_fault
-from runtime.start_layout import auto_layout, elastic_layout
 from services import PreparedRun
 
 

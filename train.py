@@ -27,6 +27,7 @@ from checkpoint.run_folder import refuse_links
 from config import Config, Tree, is_due, is_permanent_step
 from config.exit_codes import FINISHED
 from config.reading.run_name import with_own_folder
+from durable.advice import advised_on_memory
 from durable.peers import PeerWatch
 from durable.spares import process_words
 from model.router import mixture
@@ -41,7 +42,6 @@ from parallel.wire import comm
 from parallel.wire.world import World, join_job
 from phases import build_next_phase
 from runtime import failure, setup
-from runtime.advice import advised_on_memory
 from runtime.closing import close_run, report_end, summarize_run, summarized_failure
 from runtime.command import shows
 from runtime.evaluate import Evaluation, encode_for_phases, evaluate, open_evaluation
