@@ -15,12 +15,11 @@ from config import Config
 from data.describe import describe_passes, describe_targets, describe_valid
 from data.loader import BatchLoader
 from optim.guard import NonFiniteGuard
-from parallel.extras import Extra
+from parallel.extras import Extra, FaultHook, no_fault
 from parallel.wire.world import World
 from plan.count import parameters
 from runtime import lines, setup
 from runtime.closing import trained_flops_per_token
-from runtime.fault_points import FaultHook, no_fault
 from runtime.goodput import GoodputClock
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun

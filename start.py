@@ -34,13 +34,13 @@ from durable.progress import steps_done
 from durable.start_layout import auto_layout, elastic_layout
 from model.precision import DTYPES
 from optim.lr import batch_rate_notes, warmup_notes
+from parallel.extras import FaultHook, no_fault
 from parallel.wire import comm
 from parallel.wire.world import World
 from phases import start_run
 from plan.count import flops_per_token
 from runtime import failure, setup
 from runtime.evaluate import open_tasks, validated_paths
-from runtime.fault_points import FaultHook, no_fault
 from services import PreparedRun
 
 

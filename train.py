@@ -34,7 +34,7 @@ from model.router import mixture
 from optim.clip import clip_factor, grad_norm
 from optim.guard import all_finite
 from parallel.context.zigzag import shard_batch
-from parallel.extras import Extras, Gradients, StepResult
+from parallel.extras import Extras, FaultHook, Gradients, StepResult
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.topology.mesh import Mesh
@@ -45,7 +45,6 @@ from runtime import failure, setup
 from runtime.closing import close_run, report_end, summarize_run, summarized_failure
 from runtime.command import shows
 from runtime.evaluate import Evaluation, encode_for_phases, evaluate, open_evaluation
-from runtime.fault_points import FaultHook
 from runtime.garbage import collected_between_steps
 from runtime.goodput import GoodputClock, recorded_start
 from runtime.run import TrainingRun

@@ -10,9 +10,9 @@ from checkpoint.disk.saver import CheckpointSaver
 from checkpoint.run_folder import RunFolder
 from config import CheckpointConfig
 from optim.guard import NonFiniteGuard
+from parallel.extras import FaultHook
 from parallel.wire.comm import Group
 from runtime import failure
-from runtime.fault_points import FaultHook
 from runtime.goodput import GoodputClock
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
