@@ -19,6 +19,7 @@ LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; any othe
 SKIPPED = b'"skipped": 1'  # marks lines of skipped steps
 NO_TARGETS = b'"targets": 0,'  # marks lines of steps without targets that count
 EVALUATION = b'"val_loss"'  # marks lines of evaluations
+ALL_STEPS = 1 << 40  # more rows than any run has, so that read_metrics skips none
 
 Rows = list[dict[str, Any]]
 

@@ -50,7 +50,7 @@ from runtime.console import (
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import get_exit_code
 from runtime.goodput import GoodputClock
-from runtime.lines import MetricsFile, read_metrics, skipped_seconds, steps_without_targets
+from runtime.lines import ALL_STEPS, MetricsFile, read_metrics, skipped_seconds, steps_without_targets
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
@@ -59,64 +59,21 @@ from runtime.summary import SUMMARY_FILE, best_validation
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
 
-if TYPE_CHECKING:  # imported only under log.inside_every
+if TYPE_CHECKING:  # imported only under log.inside_every and log.noise_scale
+    from optim.noise import SmoothedNoise
     from runtime.inside import InsideLog
 
 DeviceEvent = torch.cuda.Event | torch.mps.Event
 
 GOODPUT_MINUTES = 10  # from here on the closing lines of a first start have its goodput
-NOISE_DECAY = 0.95  # of the running means of the noise scale
 ESCAPE_LENGTH = 10  # maximum length of an escaped character
 ETA_WINDOW = 64  # the ETA uses the median time of this many steps
-ALL_STEPS = 1 << 40  # more rows than any run has, so that read_metrics skips none
 SLOW_FIELDS = {  # metrics.jsonl fields with the cost of a slow rank or link
     COMPUTE: "slow_compute_ms",
     DATA: "slow_data_ms",
     LINK: "slow_link_ms",
     STOPPED: "slow_stopped_ms",
 }
-
-
-class SmoothedNoise:
-    """Gradient noise scale as a ratio of two running means; optim/noise.py estimates the two parts.
-
-    Each part is unbiased, but their ratio in a single step is mostly noise and may be negative. rows: the
-    rows of metrics.jsonl that a resumed run keeps, which initialize the means.
-    """
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.means: tuple[float, float] | None = None  # of S and |G|^2
-        for row in rows:
-            parts = [row.get("noise_s"), row.get("noise_g2")]
-            self.update(parts, is_good=not row.get("skipped"))
-
-    def update(self, parts: Sequence[float | None], is_good: bool) -> dict[str, float | None]:
-        """Add one step. Returns its metrics.jsonl fields; noise_scale is in tokens, None if unknown.
-
-        parts: [S, |G|^2] of the step, or empty. A skipped step (not is_good) does not change the means.
-        """
-        known = [part for part in parts if part is not None and math.isfinite(part)]
-        if len(parts) != 2 or len(known) != 2:
-            return {"noise_scale": None, "noise_s": None, "noise_g2": None}
-        noise_s, noise_g2 = known
-        if is_good:
-            self.update_means(noise_s, noise_g2)
-        return {"noise_scale": self.ratio(), "noise_s": noise_s, "noise_g2": noise_g2}
-
-    def update_means(self, noise_s: float, noise_g2: float) -> None:
-        if self.means is None:
-            self.means = (noise_s, noise_g2)
-            return
-        old_s, old_g2 = self.means
-        new_s = NOISE_DECAY * old_s + (1 - NOISE_DECAY) * noise_s
-        new_g2 = NOISE_DECAY * old_g2 + (1 - NOISE_DECAY) * noise_g2
-        self.means = (new_s, new_g2)
-
-    def ratio(self) -> float | None:
-        if self.means is None or min(self.means) <= 0:
-            return None
-        mean_s, mean_g2 = self.means
-        return mean_s / mean_g2
 
 
 @dataclass(frozen=True)
@@ -223,10 +180,13 @@ class MetricsLogger:
 
             self.inside = InsideLog(self.run_dir, cfg.model, self.start_step)
 
-        kept_rows: list[dict[str, Any]] = []
-        if is_writer and cfg.log.noise_scale:
-            kept_rows, _ = read_metrics(self.run_dir, ALL_STEPS)
-        self.smoothed_noise = SmoothedNoise(kept_rows)
+        self.smoothed_noise = self.smooth_noise() if cfg.log.noise_scale else None
+
+    def smooth_noise(self) -> "SmoothedNoise":
+        """Return the noise scale of the rows so far."""
+        from optim.noise import SmoothedNoise
+
+        return SmoothedNoise(read_metrics(self.run_dir, ALL_STEPS)[0] if self.file else [])
 
     def __enter__(self) -> "MetricsLogger":
         return self
@@ -347,8 +307,8 @@ class MetricsLogger:
             with contextlib.suppress(OSError):
                 self.experts.save()
             self.experts = ExpertLoadMap(self.run_dir, self.cfg.model, step)
-        if self.cfg.log.noise_scale and self.file:
-            self.smoothed_noise = SmoothedNoise(read_metrics(self.run_dir, ALL_STEPS)[0])
+        if self.smoothed_noise:
+            self.smoothed_noise = self.smooth_noise()
 
     def pop_shares(self) -> list[StepShares]:
         """Return this rank's time breakdown of the steps read since the last call.
@@ -456,7 +416,7 @@ class MetricsLogger:
             self.slow = []
         if len(self.phases.all) > 1:
             row["phase"] = phase.number
-        if self.cfg.log.noise_scale:
+        if self.smoothed_noise:
             row |= self.smoothed_noise.update(noise_scale_parts, bool(is_good))
         if self.experts and pending.router_stats is not None:
             stats = pending.router_stats.cpu().numpy()
