@@ -27,6 +27,7 @@ from checkpoint.run_folder import refuse_links
 from config import Config, Tree, is_due, is_permanent_step
 from config.exit_codes import FINISHED
 from config.reading.run_name import with_own_folder
+from data.validation import encode_for_phases
 from durable.advice import advised_on_memory
 from durable.peers import PeerWatch
 from durable.spares import process_words
@@ -44,7 +45,7 @@ from phases import build_next_phase
 from runtime import failure, setup
 from runtime.closing import close_run, report_end, summarize_run, summarized_failure
 from runtime.command import shows
-from runtime.evaluate import Evaluation, encode_for_phases, evaluate, open_evaluation
+from runtime.evaluate import Evaluation, evaluate, open_evaluation
 from runtime.garbage import collected_between_steps
 from runtime.goodput import GoodputClock, recorded_start
 from runtime.run import TrainingRun
@@ -299,7 +300,7 @@ def train(
             launch.report_exit(FINISHED, why, False)
             return FINISHED
         start, eval_pending = begun.start, begun.eval_pending
-        tasks = encode_for_phases(begun.tasks, begun.run)
+        tasks = encode_for_phases(begun.tasks, begun.run.data.prompts, begun.run.phases_ahead)
         evaluation = open_evaluation(begun.run, begun.valid_data, tasks)
         services = open_services(begun, env, world, folder, goodput=goodput, observe=observe, lease=lease)
         session = open_session(services, begun.run, evaluation, start.step)
