@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
+from durable.probes import slow_link
 from parallel.extras import Extra
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire import comm
 from runtime.metrics import MetricsLogger
-from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Place, Slow, StepShares, slow_link
+from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Place, Slow, StepShares
 
 SLOW_SHARE = 0.2  # minimum excess of a slow rank or link, as a fraction of a step
 MIN_MS = 2.0  # less is timing noise

@@ -41,9 +41,3 @@ class Slow:
     def place(self) -> Place:
         """Key that identifies it across windows."""
         return self.why, self.ranks
-
-
-def slow_link(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Format as "slow link of ranks 4, 5 on node2". hosts: the host of every rank."""
-    own_hosts = dict.fromkeys(hosts[rank] for rank in ranks)
-    return f"slow link of ranks {', '.join(map(str, ranks))} on {', '.join(own_hosts)}"

@@ -56,7 +56,7 @@ from plan.record.rates import (
 )
 from plan.record.role import RoleRecord, microbatch, record_steps, training_program
 from plan.record.work import PARTS, Facts, JudgedLaunch, judge
-from runtime.setup import peak_flops_of_gpu
+from plan.job import peak_flops_of_gpu
 from train import train_step
 
 GIGA = 1e9
