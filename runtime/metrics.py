@@ -12,7 +12,6 @@ Guarantees
 - Times are monotonic. On a GPU they are measured on the device (CUDA events), because the host runs ahead.
 """
 import contextlib
-import dataclasses
 import math
 import resource
 import statistics
@@ -57,7 +56,6 @@ from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
 from runtime.sinks import Sink, asked_trackers, ending
 from runtime.summary import SUMMARY_FILE, best_validation
 from runtime.tensorboard_sink import TensorboardSink
-from runtime.wandb_sink import WandbSink
 
 if TYPE_CHECKING:  # imported only under log.inside_every and log.noise_scale
     from optim.noise import SmoothedNoise
@@ -149,23 +147,17 @@ class MetricsLogger:
         self.console = Console(sys.stdout if is_writer else None, self.env.color)
         self.file = MetricsFile(self.run_dir, self.start_step) if is_writer else None
 
-        settings = self.env.wandb
-        if not is_writer:
-            settings = dataclasses.replace(settings, mode="off")
-        name = cfg.log.name or self.run_dir.name
+        self.sinks: list[Sink] = []
         tree = plain_data(cfg)
-        made = self.env.provenance
-        command = made.record["command"] if made else ""
-        wandb = WandbSink(settings, self.run_dir, name, tree, command=command)
-        self.sync_hints = [wandb.sync_command] if wandb.sync_command else []
-        self.copied_from = wandb.copied_from
-        self.sinks: list[Sink] = [wandb]
-        if is_writer and cfg.log.tensorboard:
-            self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
-        if is_writer and asked_trackers(cfg.log):
+        if is_writer and (self.env.wandb.mode != "off" or asked_trackers(cfg.log)):
             from runtime.tracker_sinks import open_trackers
 
-            self.sinks += open_trackers(cfg.log, self.run_dir, name, tree)
+            name = cfg.log.name or self.run_dir.name
+            made = self.env.provenance
+            command = made.record["command"] if made else ""
+            self.sinks += open_trackers(self.env.wandb, cfg.log, self.run_dir, name, tree, command)
+        if is_writer and cfg.log.tensorboard:
+            self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
         self.picture: LivePicture | None = None
 
         self.experts: ExpertLoadMap | None = None
@@ -476,11 +468,7 @@ class MetricsLogger:
             places.append(f"tensorboard --logdir {self.cfg.log.dir}")
         places += [f"{tracker} {value}" for tracker, value in asked_trackers(self.cfg.log).items()]
         console.label("log", " · ".join(places))
-        if self.copied_from:
-            console.write_wrapped(
-                f"{self.run_dir} is a copy of {self.copied_from}, and a separate run in W&B from here on"
-            )
-        for note in notes:
+        for note in [*(sink.note for sink in self.sinks if sink.note), *notes]:
             console.write_wrapped(note)
         console.columns(self.steps)
         if self.file:
@@ -653,7 +641,7 @@ class MetricsLogger:
             self.report_goodput,
             self.report_best,
             lambda: self.close_sinks(code, reason),
-            lambda: self.summary(reason, [*self.sync_hints, *hints]),
+            lambda: self.summary(reason, [*(sink.hint for sink in self.sinks if sink.hint), *hints]),
         )
         for part in parts:
             try:

@@ -23,8 +23,11 @@ class Sink:
     """A destination for metrics. Methods never block for long and never raise; this one does nothing.
 
     trouble: what went wrong, after which nothing more is written. dropped: records that did not arrive.
+    note: a line for the header, or "". hint: a command for the closing lines, or "".
     """
     title = ""  # in its warning
+    note = ""
+    hint = ""
 
     def __init__(self) -> None:
         self.trouble: str | None = None
