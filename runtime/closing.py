@@ -40,11 +40,11 @@ def draw_pictures(run: TrainingRun, log: MetricsLogger) -> None:
     size = parameter_count(parameters(run.cfg.model)["total"])
     log.send_picture("loss", loss_png(folder, size))
     if log.experts:
-        log.send_picture("experts", log.experts.draw(run.cfg.log.name or folder.name))
+        log.send_picture("experts", log.experts.draw(log.name))
     if log.inside:
         from runtime.inside import inside_png
 
-        log.send_picture("inside", inside_png(folder, run.cfg.log.name or folder.name))
+        log.send_picture("inside", inside_png(folder, log.name))
 
 
 def close_run(

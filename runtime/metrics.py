@@ -55,7 +55,6 @@ from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
 from runtime.sinks import Sink, asked_trackers, ending
 from runtime.summary import SUMMARY_FILE, best_validation
-from runtime.tensorboard_sink import TensorboardSink
 
 if TYPE_CHECKING:  # imported only under log.inside_every and log.noise_scale
     from optim.noise import SmoothedNoise
@@ -109,6 +108,7 @@ class MetricsLogger:
     def __init__(self, run_dir: Path, cfg: Config, env: LaunchEnv, *, steps: int, flops_per_token: float,
                  start_step: int = 0, goodput: GoodputClock | None = None) -> None:
         self.run_dir = Path(run_dir)
+        self.name = cfg.log.name or self.run_dir.name
         self.cfg = cfg
         self.phases = get_phases(cfg)
         self.phase = self.phases.of_step(min(start_step + 1, steps))
@@ -152,11 +152,12 @@ class MetricsLogger:
         if is_writer and (self.env.wandb.mode != "off" or asked_trackers(cfg.log)):
             from runtime.tracker_sinks import open_trackers
 
-            name = cfg.log.name or self.run_dir.name
             made = self.env.provenance
             command = made.record["command"] if made else ""
-            self.sinks += open_trackers(self.env.wandb, cfg.log, self.run_dir, name, tree, command)
+            self.sinks += open_trackers(self.env.wandb, cfg.log, self.run_dir, self.name, tree, command)
         if is_writer and cfg.log.tensorboard:
+            from runtime.tensorboard_sink import TensorboardSink
+
             self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
         self.picture: LivePicture | None = None
 
@@ -674,8 +675,7 @@ class MetricsLogger:
         if self.file and level == "ERROR" and self.cfg.log.alert_command is not None:
             from runtime.alert import run_alert
 
-            name = self.cfg.log.name or self.run_dir.name
-            trouble = run_alert(self.cfg.log.alert_command, f"{name}: {title} after {closing_line}")
+            trouble = run_alert(self.cfg.log.alert_command, f"{self.name}: {title} after {closing_line}")
             if trouble:
                 self.log_line(f"warning: {trouble}")
 

@@ -26,7 +26,6 @@ from model.router import mixture
 from plan.job import peak_flops_of_gpu
 from runtime.processes import die_with_parent, handles_signal, process_seconds
 from runtime.sinks import check_reports, run_tags
-from runtime.tensorboard_sink import check_tensorboard
 
 # parts of the names of environment variables whose values are never written
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -133,8 +132,6 @@ def read_environment(cfg: Config) -> LaunchEnv:
     if cfg.profile.memory is not None and device.type != "cuda":
         raise ConfigError("profile.memory: needs a GPU, and torch finds none here; leave it out, or see "
                           "train.py --dry-run --memory FILE")
-    if cfg.log.tensorboard:
-        check_tensorboard()
     check_reports(cfg.log)
     needs_hopper = cfg.train.cuda_graphs and mixture(cfg.model) is not None
     if needs_hopper and torch.cuda.get_device_capability(device)[0] < 9:

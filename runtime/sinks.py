@@ -16,7 +16,7 @@ Values = dict[str, Any]
 
 # {exit code: (how the run ended, alert level)}; any other code is a failure.
 ENDINGS = {FINISHED: ("finished", "INFO"), STOPPED_EARLY: ("stopped early", "WARN")}
-TRACKER_PACKAGES = {"mlflow": "mlflow", "comet": "comet_ml"}
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "comet": "comet_ml"}  # by key of log
 
 
 class Sink:
@@ -76,13 +76,14 @@ def run_tags(text: str | None) -> tuple[str, ...]:
 
 
 def check_reports(log: LogConfig) -> None:
-    """Raise ConfigError for an empty list of tags, a tracker without package, an alert without program."""
+    """Raise ConfigError for a sink without its package, no tags in a list, an alert without program."""
+    asked = [*(["tensorboard"] if log.tensorboard else []), *asked_trackers(log)]
+    for key in asked:
+        package = PACKAGES[key]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"log.{key}: needs the package {package} (pip install {package})")
     if log.tags is not None and not run_tags(log.tags):
         raise ConfigError(f"log.tags: {log.tags!r} has no tag; write them with commas, such as red,blue")
-    for tracker in asked_trackers(log):
-        package = TRACKER_PACKAGES[tracker]
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"log.{tracker}: needs the package {package} (pip install {package})")
     if log.alert_command is not None:
         split_alert_command(log.alert_command)
 

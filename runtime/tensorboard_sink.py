@@ -4,24 +4,16 @@ Its writer has its own thread, so put() only copies a few numbers. A resumed run
 after the checkpoint (purge_step), and a rewound run what it wrote about later steps. So the curves agree with
 metrics.jsonl.
 """
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from config import ConfigError
 from config.reading import flatten_tree
 from runtime.sinks import Sink, Values, ending
 
 FLUSH_SECONDS = 10  # between writes to disk
-
-
-def check_tensorboard() -> None:
-    """Raise ConfigError if the package is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("log.tensorboard: needs the package tensorboard (pip install tensorboard)")
 
 
 class TensorboardSink(Sink):
