@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from config.exit_codes import FINISHED, STOPPED_EARLY
+from config.numbers import parameter_count
 from plan.count import flops_per_token, parameters
 from runtime import failure
-from runtime.console import parameter_count
 from runtime.goodput import GoodputClock
 from runtime.lines import skipped_seconds
 from runtime.metrics import MetricsLogger

@@ -30,10 +30,10 @@ from typing import Any
 
 from config import ConfigError
 from config.exit_codes import FINISHED
+from config.numbers import duration
 from config.reading.run_name import STARTS_FILE
 from parallel.extras import Extra
 from runtime import failure
-from runtime.console import duration
 
 LINE_BYTES = 1024  # length of a line, padded with spaces
 MAX_LINE_BYTES = 16 * LINE_BYTES  # the most to read of one line; longer ones are damaged

@@ -29,23 +29,17 @@ from torch import Tensor
 
 from config import Config, Tree
 from config.axes import AXES, axis_degrees, ranks_of_microbatch
+from config.numbers import byte_count, duration, parameter_count, short_number, sparkline
 from config.parameter_groups import freezes
 from config.reading import Phase, get_phases
 from config.reading.phases import change_lines
+from config.terminal import visible
 from config.tree import plain_data
 from config.version import VERSION
 from model.router import mixture
 from parallel.wire import clock
 from plan.count import trained_parameters
-from runtime.console import (
-    Console,
-    byte_count,
-    duration,
-    parameter_count,
-    short_number,
-    sparkline,
-    visible,
-)
+from runtime.console import Console
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import get_exit_code
 from runtime.goodput import GoodputClock

@@ -12,17 +12,9 @@ import termios
 
 import pytest
 
-from config.terminal import display_width
-from runtime.console import (
-    Console,
-    byte_count,
-    decimals,
-    duration,
-    parameter_count,
-    short_number,
-    sparkline,
-    visible,
-)
+from config.numbers import byte_count, decimals, duration, parameter_count, short_number, sparkline
+from config.terminal import display_width, visible
+from runtime.console import Console
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -12,6 +12,7 @@ from config.tree import with_values
 from runtime import metrics as module
 from runtime.lines import read_metrics
 from runtime.setup import LaunchEnv
+from runtime.sinks import Sink
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "targets", "step_ms", "data_ms", "comm_exposed_ms",
@@ -273,6 +274,7 @@ def test_closing_never_raises(metrics, feed, monkeypatch, capsys):
     m = metrics()
     feed(m, 1, 2)
     monkeypatch.setattr(m, "read_pending", lambda: 1 / 0)
+    m.sinks.append(Sink())
     monkeypatch.setattr(m.sinks[0], "close", lambda code, line: 1 / 0)
     m.close("told to stop")
     out = capsys.readouterr().out
