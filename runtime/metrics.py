@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 
 from config import Config, Tree
-from config.axes import AXES, axis_degrees, ranks_of_microbatch
 from config.numbers import byte_count, duration, parameter_count, short_number, sparkline
-from config.parameter_groups import freezes
 from config.reading import Phase, get_phases
 from config.reading.phases import change_lines
 from config.terminal import visible
@@ -38,7 +36,7 @@ from config.tree import plain_data
 from config.version import VERSION
 from model.router import mixture
 from parallel.wire import clock
-from plan.count import trained_parameters
+from plan.count import batch_line, data_parallel_size, layout_line, model_line
 from runtime.console import Console
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import get_exit_code
@@ -449,9 +447,9 @@ class MetricsLogger:
         """
         console = self.console
         console.write_wrapped(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
-        console.label("model", model_text(self.phase.cfg, parameters))
-        console.label("layout", layout_text(self.phase.cfg, self.env.world))
-        batch = batch_text(self.phase.cfg, self.env.world)
+        console.label("model", model_line(self.phase.cfg, parameters))
+        console.label("layout", layout_line(self.phase.cfg, self.env.world))
+        batch = batch_line(self.phase.cfg, self.env.world)
         console.label("batch", f"{batch}{'':10}{self.length_text(parameters[0])}")
         console.label("data", data)
         if self.env.device.type == "cuda":
@@ -481,7 +479,7 @@ class MetricsLogger:
             "tokens": self.phases.tokens_seen(self.steps),
             "world": self.env.world,
             "dp": data_parallel_size(self.cfg, self.env.world),
-            "layout": layout_text(self.cfg, self.env.world),
+            "layout": layout_line(self.cfg, self.env.world),
             "device": str(self.env),
             "host": self.env.host,
             "data": data,
@@ -741,57 +739,6 @@ def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
     """Return metrics.jsonl fields for the most costly entry: slow_rank, and one of SLOW_FIELDS."""
     worst = max(slow, key=lambda one: one.excess_ms)
     return {"slow_rank": worst.ranks[0], SLOW_FIELDS[worst.why]: worst.excess_ms}
-
-
-# ---- the lines of the header -------------------------------------------------------------------------------
-
-def model_text(cfg: Config, parameters: tuple[int, int]) -> str:
-    """Describe the model. parameters: (total, without embeddings)."""
-    model = cfg.model
-    total, without_embeddings = parameters
-    all_heads, *shared = model.mixer.heads_over_tp().values() or (0,)
-    heads = f"{all_heads} heads"
-    if shared and shared[0] != all_heads:
-        heads += f" ({shared[0]} {'kv' if model.mixer.has_softmax else 'shared'})"
-    if model.pattern:
-        heads += f", blocks {model.pattern}"
-    size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"
-    parts = [
-        f"{model.preset or 'its own shape'}   {size}",
-        f"{model.layers} layers",
-        f"d {model.hidden}",
-        heads,
-    ]
-    experts = mixture(model)
-    if experts:
-        parts.append(f"{experts.experts} experts, {experts.top_k} a token")
-    parts.append(f"vocab {model.vocab or 0:,}")
-    if freezes(cfg):
-        parts.append(f"{parameter_count(trained_parameters(model, cfg.optim.groups))} params train")
-    return " · ".join(parts)
-
-
-def data_parallel_size(cfg: Config, world: int) -> int:
-    return world // ranks_of_microbatch(axis_degrees(cfg.parallel))
-
-
-def layout_text(cfg: Config, world: int) -> str:
-    """Describe the layout; dp includes the replicas of dp_rep."""
-    parts = [f"world {world} = dp {data_parallel_size(cfg, world)}"]
-    for axis in AXES:
-        is_in_model = mixture(cfg.model) or not axis.of_experts
-        if is_in_model and axis.key != "dp_rep":
-            parts.append(f"{axis.word} {getattr(cfg.parallel, axis.key)}")
-    return " · ".join([*parts, cfg.train.dtype])
-
-
-def batch_text(cfg: Config, world: int) -> str:
-    train = cfg.train
-    sequences = train.micro_batch * data_parallel_size(cfg, world)
-    accumulation = train.global_batch // sequences
-    tokens = train.global_batch * train.seq_len
-    text = f"{sequences} seq x {train.seq_len} tok x {accumulation} accum = {tokens:,} tok/step"
-    return text + (f" (ramp {train.ramp})" if train.ramp else "")
 
 
 def peak_process_bytes() -> int:

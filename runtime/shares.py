@@ -1,5 +1,5 @@
 """The types that runtime/metrics.py and durable/slow.py exchange: a step's time breakdown, and slow ranks."""
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 COMPUTE, DATA, LINK, STOPPED = "compute", "data", "link", "stopped"
