@@ -229,10 +229,7 @@ def run_one_step(session: Session, step: int) -> None:
     # log
     skipped = services.log.log_step(
         step,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        is_good=result.is_good,
-        num_targets=result.num_targets,
+        result,
         learning_rate=run.learning_rate(step),
         data_seconds=data_seconds,
         seconds=time.perf_counter() - started,

@@ -35,6 +35,7 @@ from config.terminal import visible
 from config.tree import plain_data
 from config.version import VERSION
 from model.router import mixture
+from parallel.extras import StepResult
 from parallel.wire import clock
 from plan.count import batch_line, data_parallel_size, layout_line, model_line
 from runtime.console import Console
@@ -187,11 +188,8 @@ class MetricsLogger:
     def log_step(
         self,
         step: int,
+        result: StepResult,
         *,
-        loss: Tensor,
-        grad_norm: Tensor,
-        is_good: Tensor,
-        num_targets: Tensor,
         learning_rate: float,
         seconds: float,
         data_seconds: float,
@@ -205,17 +203,14 @@ class MetricsLogger:
         Returns the flags (1 if not finite) of the steps with targets that this call has read, oldest first;
         often empty.
 
-        loss, grad_norm, is_good (whether the update was applied), num_targets (targets that count in the
-        loss): scalars [] on any device; they are copied.
+        result: scalars [] on any device; they are copied.
         seconds: time of the whole step on the host. data_seconds: the part of it spent waiting for data.
         router_stats: RouterStates.stats (model/router_states.py), not copied.
         noise_scale_parts: [2], the two parts of the noise scale (optim/noise.py).
         inside: statistics of layers (model/inside.py), not copied.
         comm: times of this rank's collectives (parallel/wire/clock.py), read together with the scalars.
         """
-        parts = [loss, grad_norm, is_good, num_targets]
-        if noise_scale_parts is not None:
-            parts += list(noise_scale_parts)
+        parts = [*result, *(() if noise_scale_parts is None else noise_scale_parts)]
         dtype = torch.float32 if self.env.device.type == "mps" else torch.float64  # MPS has no fp64
         scalars = torch.stack([part.detach().to(dtype) for part in parts])  # a copy, not a reference
         end = self.record_event()

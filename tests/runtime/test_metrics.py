@@ -9,6 +9,7 @@ import run_folder
 import torch
 
 from config.tree import with_values
+from parallel.extras import StepResult
 from runtime import metrics as module
 from runtime.lines import read_metrics
 from runtime.setup import LaunchEnv
@@ -23,10 +24,8 @@ KEYS = [
 def log_step(m, step, loss=None, *, is_good=True, seconds=1.0, **more):
     """A step of 16 targets, whose gradient norm is its loss."""
     loss = torch.ones(()) if loss is None else loss
-    numbers = {"loss": loss, "grad_norm": loss, "num_targets": torch.tensor(16), "learning_rate": 1e-3}
-    return m.log_step(
-        step, **numbers, is_good=torch.tensor(is_good), seconds=seconds, data_seconds=0.0, **more
-    )
+    result = StepResult(loss, loss, torch.tensor(is_good), torch.tensor(16))
+    return m.log_step(step, result, learning_rate=1e-3, seconds=seconds, data_seconds=0.0, **more)
 
 
 def test_one_line_a_step_with_exactly_these_keys(metrics, feed, tmp_path):
@@ -324,10 +323,7 @@ def test_a_step_costs_microseconds(metrics, tmp_path):
     one, took = torch.ones(()), []
     for step in range(2, 1002):
         begun = time.perf_counter()
-        m.log_step(
-            step, loss=one, grad_norm=one, is_good=one, num_targets=one, learning_rate=1e-3, seconds=1.0,
-            data_seconds=0.0,
-        )
+        m.log_step(step, StepResult(one, one, one, one), learning_rate=1e-3, seconds=1.0, data_seconds=0.0)
         took.append(time.perf_counter() - begun)
     print("median us", 1e6 * statistics.median(took), "mean us", 1e6 * statistics.mean(took))
     assert statistics.median(took) < 1e-3
