@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +45,6 @@ from runtime.goodput import GoodputClock
 from runtime.lines import ALL_STEPS, MetricsFile, read_metrics, skipped_seconds, steps_without_targets
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
-from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
 from runtime.sinks import Sink, asked_trackers, ending
 from runtime.summary import SUMMARY_FILE, best_validation
 
@@ -58,12 +57,6 @@ DeviceEvent = torch.cuda.Event | torch.mps.Event
 GOODPUT_MINUTES = 10  # from here on the closing lines of a first start have its goodput
 ESCAPE_LENGTH = 10  # maximum length of an escaped character
 ETA_WINDOW = 64  # the ETA uses the median time of this many steps
-SLOW_FIELDS = {  # metrics.jsonl fields with the cost of a slow rank or link
-    COMPUTE: "slow_compute_ms",
-    DATA: "slow_data_ms",
-    LINK: "slow_link_ms",
-    STOPPED: "slow_stopped_ms",
-}
 
 
 @dataclass(frozen=True)
@@ -119,9 +112,9 @@ class MetricsLogger:
         self.pending: list[PendingStep] = []
         self.unreturned: list[int] = []
         self.rows_since_shown: list[dict[str, Any]] = []
-        self.shares: list[StepShares] = []  # read, but not yet compared with other ranks
+        self.observers: list[Callable[[PendingStep], object]] = []  # called with each step that is read
         self.spikes: list[tuple[int, bool]] = []  # read, but not yet returned
-        self.slow: list[Slow] = []  # for the next row
+        self.next_fields: dict[str, float] = {}  # of the next row
         self.last_sample = (self.start_step, "")  # (step, generated text)
         self.last_step = self.start_step  # the last step read
         self.closed = False
@@ -274,7 +267,6 @@ class MetricsLogger:
         """Remove what was written about the steps after this one, which are retrained. Raises OSError."""
         self.read_pending()
         self.rows_since_shown = []
-        self.shares = []
         self.spikes = []
         self.unreturned = []
         if self.file:
@@ -290,22 +282,11 @@ class MetricsLogger:
         if self.smoothed_noise:
             self.smoothed_noise = self.smooth_noise()
 
-    def pop_shares(self) -> list[StepShares]:
-        """Return this rank's time breakdown of the steps read since the last call.
-
-        All ranks return the same steps. Omits the first step of a process, which compiles and connects.
-        """
-        shares = [share for share in self.shares if share.step > self.start_step + 1]
-        self.shares = []
-        return shares
-
-    def log_slow(self, step: int, lines: Sequence[str], slow: Sequence[Slow]) -> None:
-        """Report slow ranks and links on the console, in the next row and in the sinks."""
-        for line in lines:
-            self.log_line(line)
-        self.slow = [*slow]
-        if slow:
-            self.put(step, {f"train/{name}": value for name, value in slow_fields(slow).items()})
+    def add_fields(self, step: int, fields: dict[str, float]) -> None:
+        """Add fields to the next row, and send them to the sinks."""
+        if fields:
+            self.next_fields = fields
+            self.put(step, {f"train/{name}": value for name, value in fields.items()})
 
     def record_event(self) -> DeviceEvent | None:
         """Record an event on the device's stream; None on a CPU, where the host clock is accurate."""
@@ -362,9 +343,8 @@ class MetricsLogger:
         step = pending.step
         step_ms = pending.step_ms()
         exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
-        waits = pending.comm.read_by_group() if pending.comm else {}
-        if self.cfg.log.slow_window is not None and self.env.world > 1:
-            self.shares.append(StepShares(step, step_ms, pending.data_ms, exposed_ms, waits))
+        for observe in self.observers:
+            observe(pending)
 
         phase = self.phases.of_step(step)
         tokens = phase.tokens_seen(step) - phase.tokens_seen(step - 1)
@@ -391,9 +371,8 @@ class MetricsLogger:
         }
         if self.cfg.optim.spike_sigma is not None:
             row["spike"] = int(not is_good and is_finite and has_targets)
-        if self.slow:
-            row |= slow_fields(self.slow)
-            self.slow = []
+        row |= self.next_fields
+        self.next_fields = {}
         if len(self.phases.all) > 1:
             row["phase"] = phase.number
         if self.smoothed_noise:
@@ -728,12 +707,6 @@ class MetricsLogger:
             path = f"{self.run_dir}/metrics.jsonl"
             self.log_line(f"warning: {path}: {len(damaged)} damaged lines were left out (line {numbers})")
         return [row["loss"] for row in rows if row["loss"] is not None]
-
-
-def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
-    """Return metrics.jsonl fields for the most costly entry: slow_rank, and one of SLOW_FIELDS."""
-    worst = max(slow, key=lambda one: one.excess_ms)
-    return {"slow_rank": worst.ranks[0], SLOW_FIELDS[worst.why]: worst.excess_ms}
 
 
 def peak_process_bytes() -> int:

@@ -232,6 +232,16 @@ def test_a_full_disk_does_not_stop_training(metrics, feed, tmp_path, capsys, mon
     assert "10 records dropped" in out
 
 
+def test_fields_of_others_are_in_the_next_row_though_steps_are_read_together(metrics, feed, tmp_path):
+    m = metrics()
+    feed(m, 1, 1)
+    m.add_fields(1, {"slow_rank": 1})
+    feed(m, 2, 2)  # not read before step 4
+    m.add_fields(2, {})
+    feed(m, 3, 10)
+    assert [row["step"] for row in run_folder.rows(tmp_path) if row.get("slow_rank") == 1] == [2]
+
+
 def test_stdout_that_is_gone_does_not_stop_training(metrics, feed, monkeypatch, tmp_path):
     class Gone:
         def write(self, text):
