@@ -260,7 +260,7 @@ class SlowReports(Extra):
         self.shares: list[StepShares] = []  # read, but not yet compared with other ranks
         log.observers.append(self.add_step)
 
-    def add_step(self, pending: PendingStep) -> None:
+    def add_step(self, row: dict[str, Any], pending: PendingStep) -> None:
         """Keep this rank's time breakdown of a step, except the first of a process, which compiles and
         connects."""
         if pending.step > self.log.start_step + 1:

@@ -81,6 +81,9 @@ class PendingStep:
         return self.start.elapsed_time(self.end)  # pyright: ignore[reportArgumentType]  same device
 
 
+Observer = Callable[[dict[str, Any], PendingStep], object]
+
+
 class MetricsLogger:
     """Log a run: call header() once, log_step() after each step, and close() at the end.
 
@@ -112,8 +115,7 @@ class MetricsLogger:
         self.pending: list[PendingStep] = []
         self.unreturned: list[int] = []
         self.rows_since_shown: list[dict[str, Any]] = []
-        self.observers: list[Callable[[PendingStep], object]] = []  # called with each step that is read
-        self.spikes: list[tuple[int, bool]] = []  # read, but not yet returned
+        self.observers: list[Observer] = []  # called with each step that is read, and its row
         self.next_fields: dict[str, float] = {}  # of the next row
         self.last_sample = (self.start_step, "")  # (step, generated text)
         self.last_step = self.start_step  # the last step read
@@ -248,26 +250,10 @@ class MetricsLogger:
         self.unreturned = []
         return flags
 
-    def pop_spikes(self) -> list[tuple[int, bool]]:
-        """Return (step, whether it was a spike) for the finite steps read since the last call."""
-        found = self.spikes
-        self.spikes = []
-        return found
-
-    def add_spike(self, row: dict[str, Any]) -> None:
-        """Keep a row's verdict for pop_spikes(), and report a spike on the console."""
-        is_spike = bool(row.get("spike"))
-        if self.cfg.optim.spike_sigma is not None and (is_spike or not row["skipped"]):
-            self.spikes.append((row["step"], is_spike))
-        if is_spike:
-            numbers = f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"
-            self.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
-
     def rewind(self, step: int) -> None:
         """Remove what was written about the steps after this one, which are retrained. Raises OSError."""
         self.read_pending()
         self.rows_since_shown = []
-        self.spikes = []
         self.unreturned = []
         if self.file:
             self.file.rewind(step)
@@ -311,12 +297,13 @@ class MetricsLogger:
             scalars = scalars[count:]
             if self.inside and pending.inside is not None:
                 inside[pending.step] = self.inside.add(pending.step, pending.inside.tolist())
-        self.pending = []
+        read, self.pending = self.pending, []
 
-        for row in rows:
+        for row, pending in zip(rows, read):
             if row["targets"]:
                 self.unreturned.append(row["skipped"] - row.get("spike", 0))
-            self.add_spike(row)
+            for observe in self.observers:
+                observe(row, pending)
             self.recent_ms.append(row["step_ms"])
             self.seconds_in_steps += row["step_ms"] / 1000
             values = {f"train/{name}": value for name, value in flatten_row(row).items()}
@@ -343,9 +330,6 @@ class MetricsLogger:
         step = pending.step
         step_ms = pending.step_ms()
         exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
-        for observe in self.observers:
-            observe(pending)
-
         phase = self.phases.of_step(step)
         tokens = phase.tokens_seen(step) - phase.tokens_seen(step - 1)
         tokens_per_s = 1000 * tokens / max(step_ms, 1e-6)
