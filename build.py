@@ -19,14 +19,13 @@ from optim.base import Optimizer
 from optim.lr import learning_rates
 from optim.scaler import LossScaler
 from optim.spikes import SpikeState
-from parallel.extras import Extra, Extras
+from parallel.extras import Extra, Extras, FaultHook
 from parallel.offload import ActivationOffload, copy_stream
 from parallel.pipeline.executor import GradientAccumulation, Pipeline, WeightGradStore
 from parallel.sharding.bucket import Bucket, split_into_buckets
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.sharding.zero import ZeroHooks
 from parallel.topology.mesh import Mesh
-from runtime.fault_points import FaultHook
 from runtime.garbage import GarbageCollection
 from runtime.run import TrainingRun
 from runtime.setup import LaunchEnv

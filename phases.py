@@ -16,7 +16,9 @@ from config import Config, ConfigError, Tree
 from config.reading import Phase, get_phases
 from config.reading.phases import change_text, named, with_next_layout
 from config.reading.schedules import make_schedules
+from data.describe import describe_passes, describe_targets
 from data.loader import BatchLoader, open_loader
+from durable.advice import advised_on_memory
 from durable.continue_from import (
     choose_start,
     drop_rows,
@@ -29,9 +31,7 @@ from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.count import flops_per_token
 from runtime import setup
-from runtime.advice import advised_on_memory
 from runtime.closing import trained_flops_per_token
-from runtime.describe import describe_passes, describe_targets
 from runtime.run import TrainingRun
 from services import Services
 
@@ -193,7 +193,11 @@ def build_next_phase(
     services.observe("run.built", step, run=run, data=run.data, valid=valid_data)
     services.log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
     if services.env.rank == 0:
-        for name, text in (("targets", describe_targets(run, valid_data)), ("epochs", describe_passes(run))):
+        texts = {
+            "targets": describe_targets(run.data, run.phase_end, valid_data, run.cfg.eval.batches),
+            "epochs": describe_passes(run.data, run.phase_end),
+        }
+        for name, text in texts.items():
             if text:
                 services.log.log_line(f"{name}: {text}")
     for warning in keep_provenance(run, services.env, services.folder):

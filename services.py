@@ -12,16 +12,15 @@ from checkpoint.disk_saves import DiskSaves, Uploads
 from checkpoint.made_by import keep_provenance
 from checkpoint.run_folder import RunFolder, describe_template, keep_tokenizer
 from config import Config
+from data.describe import describe_passes, describe_targets, describe_valid
 from data.loader import BatchLoader
-from parallel.extras import Extra
+from optim.guard import NonFiniteGuard
+from parallel.extras import Extra, FaultHook, no_fault
 from parallel.wire.world import World
 from plan.count import parameters
 from runtime import lines, setup
 from runtime.closing import trained_flops_per_token
-from runtime.describe import describe_passes, describe_targets, describe_valid
-from runtime.fault_points import FaultHook, no_fault
 from runtime.goodput import GoodputClock
-from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
 from runtime.stop import StopRequest
@@ -150,10 +149,13 @@ def log_header(
         notes = [*notes, f"{'tasks':<9}{tasks[run.cfg.model.context].describe()}"]
     first = {
         "valid": describe_valid(run.data, begun.valid_data) if services.cfg.data.valid is not None else None,
-        "template": describe_template(services.cfg, run.data) if is_first_rank else None,
-        "epochs": describe_passes(run) if is_first_rank else None,
-        "targets": describe_targets(run, begun.valid_data) if is_first_rank else None,
     }
+    if is_first_rank:
+        first |= {
+            "template": describe_template(services.cfg, run.data),
+            "epochs": describe_passes(run.data, run.phase_end),
+            "targets": describe_targets(run.data, run.phase_end, begun.valid_data, run.cfg.eval.batches),
+        }
     shown = [f"{name:<9}{text}" for name, text in first.items() if text]
     counts = parameters(services.cfg.model)
     sizes = counts["total"], counts["total"] - counts["embedding"]

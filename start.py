@@ -22,25 +22,25 @@ from config.reading import dump, get_phases, unused
 from config.reading.phases import named
 from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, wrapped
-from data.blend import source_names, validation_key
+from data.blend import source_names, validated_paths, validation_key
 from data.contract import check_same_tokenizer
 from data.download import download_sources
 from data.loader import check_dtype, check_paths, open_loader
+from data.validation import open_tasks
 from durable import mirror
 from durable.continue_from import is_evaluation_missing, open_memory
 from durable.peers import PeerWatch
 from durable.probes import probe
 from durable.progress import steps_done
+from durable.start_layout import auto_layout, elastic_layout
 from model.precision import DTYPES
+from optim.lr import batch_rate_notes, warmup_notes
+from parallel.extras import FaultHook, no_fault
 from parallel.wire import comm
 from parallel.wire.world import World
 from phases import start_run
 from plan.count import flops_per_token
 from runtime import failure, setup
-from runtime.describe import batch_rate_notes, warmup_notes
-from runtime.evaluate import open_tasks, validated_paths
-from runtime.fault_points import FaultHook, no_fault
-from runtime.start_layout import auto_layout, elastic_layout
 from services import PreparedRun
 
 
@@ -187,7 +187,8 @@ def begin_run(
     in_memory = open_memory(cfg, env, world, folder)
     run, valid_data, start, notes = start_run(cfg, env, world, folder, in_memory)
     notes = [*setup.launcher_notes(), *restored, *notes]
-    notes += [*batch_rate_notes(run, start.step), *warmup_notes(run, stated, start.step)]
+    notes += batch_rate_notes(run.phases, start.step)
+    notes += warmup_notes(run.phases, run.steps, stated, start.step)
     observe("run.built", start.step, run=run, data=run.data, valid=valid_data)
 
     # what would else end the run later
@@ -275,7 +276,7 @@ def check_data(cfg: Config, world: World, done: int = 0) -> Config:
 
 def check_source_names(cfg: Config) -> None:
     """Raises ConfigError if the losses of a source and of the averaged weights would have one name."""
-    paths = validated_paths(cfg)
+    paths = validated_paths(cfg.data)
     is_validated_apart = len(paths) > 1 and cfg.eval.source_batches != 0
     if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
         key = validation_key(cfg.data)

@@ -23,15 +23,19 @@ from config.reading import split_argv, stated_keys
 import torch
 from checkpoint import branch, state
 from checkpoint.disk import store
+from checkpoint.run_folder import refuse_links
 from config import Config, Tree, is_due, is_permanent_step
 from config.exit_codes import FINISHED
 from config.reading.run_name import with_own_folder
+from data.validation import encode_for_phases
+from durable.advice import advised_on_memory
 from durable.peers import PeerWatch
 from durable.spares import process_words
 from model.router import mixture
 from optim.clip import clip_factor, grad_norm
+from optim.guard import all_finite
 from parallel.context.zigzag import shard_batch
-from parallel.extras import Extras, Gradients, StepResult
+from parallel.extras import Extras, FaultHook, Gradients, StepResult
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.topology.mesh import Mesh
@@ -39,15 +43,11 @@ from parallel.wire import comm
 from parallel.wire.world import World, join_job
 from phases import build_next_phase
 from runtime import failure, setup
-from runtime import folder as run_folders
-from runtime.advice import advised_on_memory
 from runtime.closing import close_run, report_end, summarize_run, summarized_failure
 from runtime.command import shows
-from runtime.evaluate import Evaluation, encode_for_phases, evaluate, open_evaluation
-from runtime.fault_points import FaultHook
+from runtime.evaluate import Evaluation, evaluate, open_evaluation
 from runtime.garbage import collected_between_steps
 from runtime.goodput import GoodputClock, recorded_start
-from runtime.guard import all_finite
 from runtime.run import TrainingRun
 from services import Services, log_header, open_services
 from start import (
@@ -229,10 +229,7 @@ def run_one_step(session: Session, step: int) -> None:
     # log
     skipped = services.log.log_step(
         step,
-        loss=result.loss,
-        grad_norm=result.grad_norm,
-        is_good=result.is_good,
-        num_targets=result.num_targets,
+        result,
         learning_rate=run.learning_rate(step),
         data_seconds=data_seconds,
         seconds=time.perf_counter() - started,
@@ -300,7 +297,7 @@ def train(
             launch.report_exit(FINISHED, why, False)
             return FINISHED
         start, eval_pending = begun.start, begun.eval_pending
-        tasks = encode_for_phases(begun.tasks, begun.run)
+        tasks = encode_for_phases(begun.tasks, begun.run.data.prompts, begun.run.phases_ahead)
         evaluation = open_evaluation(begun.run, begun.valid_data, tasks)
         services = open_services(begun, env, world, folder, goodput=goodput, observe=observe, lease=lease)
         session = open_session(services, begun.run, evaluation, start.step)
@@ -373,7 +370,7 @@ def main(argv: list[str]) -> int:
         # rank 0 locks the folder: one run at a time
         with store.run_lock(folder) if rank == 0 else contextlib.nullcontext() as lease:
             if rank == 0:
-                run_folders.refuse_links(folder)
+                refuse_links(folder)
                 setup.remove_exit_reasons(folder)
             timeout_s = cfg.parallel.timeout_s
             world = join_job(

@@ -9,11 +9,11 @@ from checkpoint.disk import store
 from checkpoint.disk.saver import CheckpointSaver
 from checkpoint.run_folder import RunFolder
 from config import CheckpointConfig
+from optim.guard import NonFiniteGuard
+from parallel.extras import FaultHook
 from parallel.wire.comm import Group
 from runtime import failure
-from runtime.fault_points import FaultHook
 from runtime.goodput import GoodputClock
-from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
 

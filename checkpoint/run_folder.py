@@ -1,5 +1,8 @@
-"""The files of a run folder besides checkpoints and metrics: config.yaml and the tokenizer."""
+"""A run folder besides checkpoints and metrics: config.yaml, the tokenizer, and checks before the first step,
+instead of failing at the first save hours later."""
 import contextlib
+import socket
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,12 @@ from data.download import local_path
 from data.loader import BatchLoader
 from data.tokenizer import Tokenizer, load_tokenizer
 from parallel.extras import Extra
-from runtime import folder as run_folders
 from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
+
+FOLLOWED = ("STOP",)  # only removed, never written to
+# folders in which a run also writes files by name
+INNER_FOLDERS = ("tokenizer", "tokenizer/additional_chat_templates", "checkpoints", "patches")
 
 
 class RunFolder(Extra):
@@ -111,6 +117,27 @@ def tokenizer_places(cfg: Config) -> list[Path]:
     return places
 
 
+# ---- before the first step ---------------------------------------------------------------------------------
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise ConfigError if a name that a run writes to is a symbolic link.
+
+    The run folder itself may be one. Otherwise a folder from someone else could make a run overwrite your
+    files.
+    """
+    places = [folder, *(folder / name for name in INNER_FOLDERS)]
+    for place in places:
+        if place != folder and not place.is_dir():
+            continue
+        for path in sorted(place.iterdir()):
+            if path.is_symlink() and path.name not in FOLLOWED:
+                raise ConfigError(
+                    f"{path}: is a link, and a run does not write through links; replace it by what it "
+                    "points to, or choose another --log.name (another disk: --log.dir)"
+                )
+
+
 def probe_run_folder(run: TrainingRun, folder: Path) -> None:
     """Check before the first step that the run can be saved. Collective.
 
@@ -119,10 +146,32 @@ def probe_run_folder(run: TrainingRun, folder: Path) -> None:
     """
     everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
     with store.storage_errors(folder, 0):
-        token = state.run_on_first_rank(lambda: run_folders.write_token(folder), everyone, timeout_s)
+        token = state.run_on_first_rank(lambda: write_token(folder), everyone, timeout_s)
     try:
-        state.run_on_all_ranks(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
+        state.run_on_all_ranks(lambda: check_token(folder, token), everyone, timeout_s)
     finally:
         if everyone.index == 0:
-            run_folders.remove_token(folder, token)
+            remove_token(folder, token)
     state.check_space(run, folder / "checkpoints")
+
+
+def write_token(folder: Path) -> str:
+    """Write a file with a new unique name, on rank 0, and return the name. Raises OSError."""
+    name = f".probe-{uuid.uuid4().hex}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(name)
+    return name
+
+
+def check_token(folder: Path, name: str) -> None:
+    """Raise ConfigError if this rank does not find the file of write_token."""
+    if not (folder / name).is_file():
+        raise ConfigError(
+            f"log.dir: {folder.absolute()} on {socket.gethostname()} is not the folder rank 0 writes to; "
+            "every rank writes its part of a checkpoint there: give a folder that all nodes share"
+        )
+
+
+def remove_token(folder: Path, name: str) -> None:
+    with contextlib.suppress(OSError):
+        (folder / name).unlink()

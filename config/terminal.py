@@ -33,6 +33,18 @@ def display_width(text: str) -> int:
     return len(text) + wide - marks
 
 
+def visible(text: str, width: int) -> str:
+    """Return the text in one line of at most `width` columns, with control characters escaped (\\n)."""
+    escaped = [char if char.isprintable() else repr(char)[1:-1] for char in text]
+    line = "".join(escaped)
+    if display_width(line) <= width:
+        return line
+    line = line[:max(0, width - 1)]
+    while display_width(line) > max(0, width - 1):  # wide characters
+        line = line[:-1]
+    return line + "…"
+
+
 def fitting_columns(
     widths: Mapping[str, int], first_to_go: Sequence[str], width: int | None, gap: int = 0
 ) -> list[str]:

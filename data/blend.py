@@ -78,6 +78,11 @@ def validation_key(data: DataConfig) -> str:
     return "data.path" if data.valid is None else "data.valid"
 
 
+def validated_paths(data: DataConfig) -> list[str]:
+    """Return the path of each dataset that a validation reads. Raises ConfigError."""
+    return [path for key, path in named_paths(data) if key == validation_key(data)]
+
+
 def parse_blend(text: str, key: str = "data.path") -> tuple[Blend, list[str]]:
     """Parse "0.7 a 0.3 b" into the blend and the path of each dataset; a single path has weight 1.
 

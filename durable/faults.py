@@ -25,11 +25,10 @@ import torch
 from torch import Tensor
 
 from config import ConfigError
-from parallel.extras import Gradients, StepExtra
+from parallel.extras import FaultHook, Gradients, StepExtra
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
-from runtime.fault_points import FaultHook
 from runtime.processes import print_error
 
 ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",

@@ -61,7 +61,6 @@ from runtime.failure import (
     get_exit_code,
     mark_reported,
     one_line,
-    printable,
     should_requeue,
 )
 from runtime.processes import get_parent_pid, print_error
@@ -612,3 +611,8 @@ class PeerWatch:
                 is_sibling = get_parent_pid(process.pid) == process.parent == os.getppid()
                 if process.host == self.host and is_sibling:
                     os.kill(process.pid, signal.SIGKILL)
+
+
+def printable(text: str) -> str:
+    """Replace terminal control characters by ?, such as escape codes in messages from other hosts."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)

@@ -26,7 +26,6 @@ from parallel.topology.dims import GROUP_AXES
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
-from runtime.shares import slow_link
 
 SLOW_RATIO = 3.0
 SLOW_MS = 5.0  # less is timing noise
@@ -228,3 +227,9 @@ def slow_links(rows: Sequence[Sequence[float]], hosts: Sequence[str], mesh: Mesh
                 f"usually {usual:.1f} ms"
             )
     return lines
+
+
+def slow_link(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Format as "slow link of ranks 4, 5 on node2". hosts: the host of every rank."""
+    own_hosts = dict.fromkeys(hosts[rank] for rank in ranks)
+    return f"slow link of ranks {', '.join(map(str, ranks))} on {', '.join(own_hosts)}"

@@ -6,17 +6,19 @@ from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk_saves import DiskSaves
 from config import OptimConfig
+from config.exit_codes import NON_FINITE
 from durable.memory import MemoryCheckpoints
 from optim.spikes import SpikeState
 from parallel.extras import Extra
 from parallel.sharding.bucket import wait_param_gathers
 from runtime import failure, lines
+from runtime.metrics import PendingStep
 
 
 class PersistentSpikes(RuntimeError):
     """Loss or gradient norm keeps spiking (exit code 77)."""
 
-    exit_code = 77
+    exit_code = NON_FINITE
 
 
 class SpikeRewinds:
@@ -74,12 +76,28 @@ class Rewinds(Extra):
         self.log = saving.log
         self.in_memory = in_memory
         self.rewinds = SpikeRewinds(cfg)
+        self.read: list[tuple[int, bool]] = []  # steps that the log has read, but not yet counted
+        self.log.observers.append(self.add_step)
+
+    def add_step(self, row: dict[str, Any], pending: PendingStep) -> None:
+        """Keep (step, whether it was a spike) of a finite step, and report a spike on the console."""
+        is_spike = bool(row["spike"])
+        if is_spike or not row["skipped"]:
+            self.read.append((row["step"], is_spike))
+        if is_spike:
+            numbers = f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"
+            self.log.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
+
+    def find(self, run: Any) -> int | None:
+        """Count the steps that were read since the last call. See SpikeRewinds.find."""
+        steps, self.read = self.read, []
+        return self.rewinds.find(run.spikes, steps)
 
     def on_resume(self, run: Any, step: int) -> None:
         self.rewinds = SpikeRewinds(self.cfg)
 
     def after_step(self, run: Any, step: int) -> int | None:
-        first_spike = self.rewinds.find(run.spikes, self.log.pop_spikes())
+        first_spike = self.find(run)
         return None if first_spike is None else self.go_back(run)
 
     def may_save(self, run: Any, step: int) -> bool:
@@ -87,7 +105,7 @@ class Rewinds(Extra):
         return self.cfg.spike_rewind is None or not run.spikes.in_a_row
 
     def before_save(self, run: Any, step: int) -> None:
-        self.rewinds.find(run.spikes, self.log.pop_spikes())  # under spike_rewind all were counted
+        self.find(run)  # under spike_rewind all were counted
 
     def go_back(self, run: Any) -> int:
         """Rewind to the newest good checkpoint before the streak of spikes, and skip their data. Collective.
@@ -111,6 +129,7 @@ class Rewinds(Extra):
         state.run_on_first_rank(lambda: store.drop_after(folder, step), everyone, timeout_s)
         with store.storage_errors(folder.parent / lines.NAME, 0):
             self.log.rewind(step)
+        self.read = []
         self.saving.goodput.rewound(step)
         self.log.log_line(
             f"rewound to the checkpoint of step {step:,}; data steps skipped from now on, counted from "

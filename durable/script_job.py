@@ -33,8 +33,8 @@ class ScriptJob:
         return setup.rank_and_world()[3]
 
     def join(self, threads: int | None = None, kind: str = "auto") -> World:
-        """Connect the ranks. threads, kind: see setup.script_device. Collective. Raises ConfigError."""
-        device = setup.script_device(threads, kind)
+        """Connect the ranks. threads, kind: see script_device. Collective. Raises ConfigError."""
+        device = script_device(threads, kind)
         world = join_job(
             device,
             self.peers.rank,
@@ -47,6 +47,25 @@ class ScriptJob:
             self.peers.start_device_watch()
         check_same_start(world, self.words)
         return world
+
+
+def script_device(threads: int | None, kind: str = "auto") -> torch.device:
+    """Prepare a process of a script and return its device. kind: auto or cpu.
+
+    threads: --threads. Without it, a single process keeps the number that torch took from OMP_NUM_THREADS;
+    several ranks divide the cores of their node, as in train.py. Raises ConfigError.
+    """
+    _, world, local_rank, local_world = setup.rank_and_world()
+    if threads is None and world > 1:
+        threads = setup.spare_threads(local_world)
+    if threads is not None and threads < 1:
+        raise ConfigError(f"--threads: {threads}; at least 1")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if world == 1:
+        return torch.device("cuda" if kind == "auto" and torch.cuda.is_available() else "cpu")
+    setup.die_with_launcher()
+    return setup.pick_device(kind, local_rank)
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:

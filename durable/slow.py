@@ -21,16 +21,26 @@ ranks, because gloo's gather takes as many hops as there are ranks.
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from durable.probes import slow_link
 from parallel.extras import Extra
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.wire import comm
-from runtime.metrics import MetricsLogger
-from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Place, Slow, StepShares, slow_link
+from runtime.metrics import MetricsLogger, PendingStep
+
+COMPUTE, DATA, LINK, STOPPED = "compute", "data", "link", "stopped"
+SLOW_FIELDS = {  # metrics.jsonl fields with the cost of a slow rank or link
+    COMPUTE: "slow_compute_ms",
+    DATA: "slow_data_ms",
+    LINK: "slow_link_ms",
+    STOPPED: "slow_stopped_ms",
+}
+Place = tuple[str, tuple[int, ...]]  # (reason or group name, ranks)
 
 SLOW_SHARE = 0.2  # minimum excess of a slow rank or link, as a fraction of a step
 MIN_MS = 2.0  # less is timing noise
@@ -44,6 +54,43 @@ PAUSE_SECONDS = 1.0  # a delay of a tick that counts as a pause
 STAGE = "pipeline_stage"
 LINK_GROUPS = tuple(name for name in GROUP_AXES if name != "world")
 COLUMNS = (COMPUTE, DATA, STOPPED, "step", *LINK_GROUPS)
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """Time breakdown of one step on this rank, in ms. waits: {group: ms}."""
+    step: int
+    step_ms: float
+    data_ms: float
+    exposed_ms: float
+    waits: Mapping[str, float]
+
+    @property
+    def compute_ms(self) -> float:
+        return max(0.0, self.step_ms - self.data_ms - self.exposed_ms)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A slow rank or link. why: COMPUTE, DATA, LINK or STOPPED.
+
+    ranks: the slow rank, or for a link the ranks of its group, named `group`. ms: time per step, or per
+    window for STOPPED. usual_ms: that of the others, or of earlier windows.
+    """
+    why: str
+    ranks: tuple[int, ...]
+    ms: float
+    usual_ms: float = 0.0
+    group: str = ""
+
+    @property
+    def excess_ms(self) -> float:
+        return self.ms - self.usual_ms
+
+    @property
+    def place(self) -> Place:
+        """Key that identifies it across windows."""
+        return self.why, self.ranks
 
 
 class PauseClock:
@@ -210,15 +257,38 @@ class SlowReports(Extra):
     def __init__(self, slow: SlowRanks, log: MetricsLogger) -> None:
         self.slow = slow
         self.log = log
+        self.shares: list[StepShares] = []  # read, but not yet compared with other ranks
+        log.observers.append(self.add_step)
+
+    def add_step(self, row: dict[str, Any], pending: PendingStep) -> None:
+        """Keep this rank's time breakdown of a step, except the first of a process, which compiles and
+        connects."""
+        if pending.step > self.log.start_step + 1:
+            exposed_ms, _ = pending.comm.read() if pending.comm else (0.0, 0.0)
+            waits = pending.comm.read_by_group() if pending.comm else {}
+            share = StepShares(pending.step, pending.step_ms(), pending.data_ms, exposed_ms, waits)
+            self.shares.append(share)
 
     def on_resume(self, run: Any, step: int) -> None:
         self.slow.begin_phase(run.mesh.dims)
 
     def after_step(self, run: Any, step: int) -> None:
-        self.log.log_slow(step, *self.slow.add(self.log.pop_shares()))
+        lines, slow = self.slow.add(self.shares)
+        self.shares = []
+        for line in lines:
+            self.log.log_line(line)
+        self.log.add_fields(step, slow_fields(slow))
 
     def close(self) -> None:
         self.slow.close()
+
+
+def slow_fields(slow: Sequence[Slow]) -> dict[str, float]:
+    """Return metrics.jsonl fields for the most costly entry, if any: slow_rank, and one of SLOW_FIELDS."""
+    if not slow:
+        return {}
+    worst = max(slow, key=lambda one: one.excess_ms)
+    return {"slow_rank": worst.ranks[0], SLOW_FIELDS[worst.why]: worst.excess_ms}
 
 
 def summarize(shares: Sequence[StepShares], stopped_ms: float) -> list[float]:

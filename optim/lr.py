@@ -1,12 +1,13 @@
-"""Learning-rate schedules, as pure functions of the step."""
+"""Learning-rate schedules, as pure functions of the step, and header lines about them."""
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
 from config import Config, OptimConfig
 from config.reading import Phases
 
+WARMUP = "optim.warmup"
 BATCH_POWERS = {"linear": 1.0, "sqrt": 0.5}  # {optim.lr_rule: exponent of the batch}
 
 
@@ -106,3 +107,44 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int, rate_before: float = 
         remaining = max(0.0, 1 - done)
     min_lr = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
     return min_lr + (cfg.lr - min_lr) * remaining
+
+
+# ---- the header --------------------------------------------------------------------------------------------
+
+
+def batch_rate_notes(phases: Phases, done: int) -> list[str]:
+    """Return a line for each upcoming phase where optim.lr_rule changes the factor of the learning rates.
+
+    done: completed steps.
+    """
+    results: list[str] = []
+    before = 1.0
+    for phase in phases.from_step(done):
+        cfg, factor = phase.cfg, batch_factor(phase.cfg)
+        if factor != before:
+            place = "" if phase.number == 1 else f"phase {phase.number}: "
+            root = "the root of " if cfg.optim.lr_rule == "sqrt" else ""
+            results.append(f"{'rate':<9}{place}optim.lr {cfg.optim.lr:g} x {factor:.4g} = "
+                           f"{cfg.optim.lr * factor:.4g}, by {root}train.global_batch / optim.base_batch = "
+                           f"{cfg.train.global_batch}/{cfg.optim.base_batch}")
+        before = factor
+    return results
+
+
+def warmup_notes(phases: Phases, steps: int, stated: Collection[str], done: int) -> list[str]:
+    """Return a line for each upcoming learning rate schedule whose stated warmup is too long.
+
+    stated: keys (section.key) set on the command line or in its file; a recipe's own warmup is meant for long
+    runs. steps: of the run. done: completed ones.
+    """
+    results: list[str] = []
+    beginning = [phase for phase in phases.all if phase.begins_schedule]
+    for phase, schedule in zip(beginning, get_rate_schedules(phases, steps)):
+        length = schedule.end - schedule.first
+        longest = warmup_steps(schedule.cfg, length)
+        is_stated = WARMUP in (stated if phase.number == 1 else phase.changes)
+        if is_stated and schedule.last > done and longest < schedule.cfg.warmup:
+            place = "" if phase.number == 1 else f"phase {phase.number}: "
+            results.append(f"{'warmup':<9}{place}{WARMUP}: {schedule.cfg.warmup:,} steps are cut to "
+                           f"{longest:,}, a tenth of the {length:,} of the schedule")
+    return results

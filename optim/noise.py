@@ -17,9 +17,10 @@ Only hidden matrices outside the experts are measured (ParameterSpec.is_hidden_m
 gradient of an embedding table or of a parameter that is partial over tp.
 
 Costs one all-reduce of four numbers per step and no host sync. The estimate of a single step is mostly noise;
-runtime/metrics.py smooths both parts.
+SmoothedNoise smooths both parts for the log.
 """
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from parallel.extras import Gradients, StepExtra
 from parallel.sharding.bucket import Bucket
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
+
+NOISE_DECAY = 0.95  # of the running means of the noise scale
 
 
 def noise_scale_estimate(
@@ -112,3 +115,45 @@ class GradientNoiseScale(StepExtra):
                 small.append(grads.first_microbatch_squares)
             big.append(grads.squared_norm_of_hidden(grads.local, bucket.shard_start, bucket.shard_end))
         return torch.stack(small).sum(), torch.stack(big).sum()
+
+
+class SmoothedNoise:
+    """Gradient noise scale as a ratio of two running means; noise_scale_estimate gives the two parts.
+
+    Each part is unbiased, but their ratio in a single step is mostly noise and may be negative. rows: the
+    rows of metrics.jsonl that a resumed run keeps, which initialize the means.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.means: tuple[float, float] | None = None  # of S and |G|^2
+        for row in rows:
+            parts = [row.get("noise_s"), row.get("noise_g2")]
+            self.update(parts, is_good=not row.get("skipped"))
+
+    def update(self, parts: Sequence[float | None], is_good: bool) -> dict[str, float | None]:
+        """Add one step. Returns its metrics.jsonl fields; noise_scale is in tokens, None if unknown.
+
+        parts: [S, |G|^2] of the step, or empty. A skipped step (not is_good) does not change the means.
+        """
+        known = [part for part in parts if part is not None and math.isfinite(part)]
+        if len(parts) != 2 or len(known) != 2:
+            return {"noise_scale": None, "noise_s": None, "noise_g2": None}
+        noise_s, noise_g2 = known
+        if is_good:
+            self.update_means(noise_s, noise_g2)
+        return {"noise_scale": self.ratio(), "noise_s": noise_s, "noise_g2": noise_g2}
+
+    def update_means(self, noise_s: float, noise_g2: float) -> None:
+        if self.means is None:
+            self.means = (noise_s, noise_g2)
+            return
+        old_s, old_g2 = self.means
+        new_s = NOISE_DECAY * old_s + (1 - NOISE_DECAY) * noise_s
+        new_g2 = NOISE_DECAY * old_g2 + (1 - NOISE_DECAY) * noise_g2
+        self.means = (new_s, new_g2)
+
+    def ratio(self) -> float | None:
+        if self.means is None or min(self.means) <= 0:
+            return None
+        mean_s, mean_g2 = self.means
+        return mean_s / mean_g2

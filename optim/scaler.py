@@ -2,7 +2,7 @@
 
 The loss is multiplied by `scale` before the backward pass, so that small gradients stay above the smallest
 fp16 numbers. The gradient norm and the update divide by it. A step that overflows is skipped (see
-runtime/guard.py) and halves the scale; `window` good steps in a row double it, up to MAX_LOSS_SCALE. The
+optim/guard.py) and halves the scale; `window` good steps in a row double it, up to MAX_LOSS_SCALE. The
 scale is a power of two, so numbers that neither overflow nor underflow keep every bit. In other dtypes the
 scale is always 1.
 """

@@ -11,7 +11,7 @@ define their own hooks.
 """
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -194,3 +194,21 @@ class GradientHook(StepExtra):
 
     def gradients_ready(self, run: Any, step: int) -> None:
         self.look()
+
+
+# ---- fault points ------------------------------------------------------------------------------------------
+
+
+class FaultHook(Protocol):
+    """The hook called at each named point of a run where a fault is injected (durable/faults.py) or a proof
+    looks on: a FaultInjector, an observer, or no_fault."""
+
+    def __call__(self, point: str, step: int | None = None, /, **seen: object) -> str | None:
+        """Return None or the action; "nan", "spike" and "bitflip" ask the caller to corrupt its data.
+
+        seen: named objects for observers.
+        """
+
+
+def no_fault(point: str, step: int | None = None, /, **seen: object) -> str | None:
+    """Do nothing: the fault hook of a run without faults."""

@@ -1,10 +1,14 @@
-"""Model size and cost per token, summed over the model's parameters (model/describe.py)."""
+"""Model size and cost per token, summed over the model's parameters (model/describe.py), and how a table or a
+header describes model, layout and batch."""
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from config import Config, ModelConfig
+from config.axes import AXES, axis_degrees, ranks_of_microbatch
+from config.numbers import parameter_count
+from config.parameter_groups import freezes
 from config.terminal import table_lines
 from model.describe import describe_model
 from model.flops import training_flops
@@ -123,3 +127,55 @@ def size_text(count: int) -> str:
     unit, divisor = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
     size = count / divisor
     return f"{size:.{1 if size >= 100 else 2}f}{unit}"
+
+
+# ---- the header --------------------------------------------------------------------------------------------
+
+
+def model_line(cfg: Config, sizes: tuple[int, int]) -> str:
+    """Describe the model. sizes: parameters (in total, without embeddings)."""
+    model = cfg.model
+    total, without_embeddings = sizes
+    all_heads, *shared = model.mixer.heads_over_tp().values() or (0,)
+    heads = f"{all_heads} heads"
+    if shared and shared[0] != all_heads:
+        heads += f" ({shared[0]} {'kv' if model.mixer.has_softmax else 'shared'})"
+    if model.pattern:
+        heads += f", blocks {model.pattern}"
+    size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"
+    parts = [
+        f"{model.preset or 'its own shape'}   {size}",
+        f"{model.layers} layers",
+        f"d {model.hidden}",
+        heads,
+    ]
+    experts = mixture(model)
+    if experts:
+        parts.append(f"{experts.experts} experts, {experts.top_k} a token")
+    parts.append(f"vocab {model.vocab or 0:,}")
+    if freezes(cfg):
+        parts.append(f"{parameter_count(trained_parameters(model, cfg.optim.groups))} params train")
+    return " · ".join(parts)
+
+
+def data_parallel_size(cfg: Config, world: int) -> int:
+    return world // ranks_of_microbatch(axis_degrees(cfg.parallel))
+
+
+def layout_line(cfg: Config, world: int) -> str:
+    """Describe the layout; dp includes the replicas of dp_rep."""
+    parts = [f"world {world} = dp {data_parallel_size(cfg, world)}"]
+    for axis in AXES:
+        is_in_model = mixture(cfg.model) or not axis.of_experts
+        if is_in_model and axis.key != "dp_rep":
+            parts.append(f"{axis.word} {getattr(cfg.parallel, axis.key)}")
+    return " · ".join([*parts, cfg.train.dtype])
+
+
+def batch_line(cfg: Config, world: int) -> str:
+    train = cfg.train
+    sequences = train.micro_batch * data_parallel_size(cfg, world)
+    accumulation = train.global_batch // sequences
+    tokens = train.global_batch * train.seq_len
+    text = f"{sequences} seq x {train.seq_len} tok x {accumulation} accum = {tokens:,} tok/step"
+    return text + (f" (ramp {train.ramp})" if train.ramp else "")

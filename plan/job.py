@@ -2,7 +2,8 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from config import Config, ConfigError, ModelConfig, config_of_stage
+from config import Config, ConfigError, ModelConfig, config_of_stage, read_yaml
+from config.reading import CONFIG_FOLDER
 from config.reading.schedules import plan_pipeline
 from config.reading.teacher import teacher_config
 from model.describe import PartDescription, describe_stage
@@ -20,6 +21,19 @@ class RankDevice(NamedTuple):
 
     gpu: str = ""
     memory: float = UNBOUNDED_MEMORY
+
+
+def peak_flops_of_gpu(name: str, dtype: str) -> float | None:
+    """Return the peak FLOP/s of a GPU in `dtype` (a train.dtype), or None if unknown.
+
+    name: torch's; the longest name in configs/clusters.yaml that it contains counts.
+    """
+    gpus = read_yaml(CONFIG_FOLDER / "clusters.yaml")["gpus"]
+    matching = [gpu for gpu in gpus if gpu in name.lower()]
+    if not matching:
+        return None
+    teraflops = gpus[max(matching, key=len)].get(dtype)
+    return None if teraflops is None else 1e12 * teraflops
 
 
 @dataclass(frozen=True)

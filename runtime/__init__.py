@@ -1,4 +1,4 @@
-"""Everything around the training step: start-up, metrics, guard, stop, faults.
+"""Everything around the training step: start-up, metrics, evaluation, stop, failures.
 
 Import this package before torch, since OpenMP reads its settings when it is loaded.
 """

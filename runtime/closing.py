@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from config.exit_codes import FINISHED, STOPPED_EARLY
+from config.numbers import parameter_count
 from plan.count import flops_per_token, parameters
 from runtime import failure
-from runtime.console import parameter_count
 from runtime.goodput import GoodputClock
 from runtime.lines import skipped_seconds
 from runtime.metrics import MetricsLogger
@@ -40,11 +40,11 @@ def draw_pictures(run: TrainingRun, log: MetricsLogger) -> None:
     size = parameter_count(parameters(run.cfg.model)["total"])
     log.send_picture("loss", loss_png(folder, size))
     if log.experts:
-        log.send_picture("experts", log.experts.draw(run.cfg.log.name or folder.name))
+        log.send_picture("experts", log.experts.draw(log.name))
     if log.inside:
         from runtime.inside import inside_png
 
-        log.send_picture("inside", inside_png(folder, run.cfg.log.name or folder.name))
+        log.send_picture("inside", inside_png(folder, log.name))
 
 
 def close_run(

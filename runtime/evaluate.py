@@ -2,25 +2,19 @@
 text that the model writes; and the scores of tasks.
 """
 import math
-import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from config import Config
-from config.reading.phases import named
-from data.blend import named_paths, source_names, validation_key
-from data.loader import BatchLoader, open_loader
-from data.prompts import USER
+from data.loader import BatchLoader
 from data.tokenizer import Tokenizer, continuation
+from data.validation import SamplePrompt, read_source_batches, read_valid_batches, sample_prompt
 from model.generate import generate
 from model.rope import rope_switches
-from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
-from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
 from runtime.goodput import GoodputClock
@@ -28,7 +22,6 @@ from runtime.metrics import MetricsLogger
 from runtime.run import TrainingRun
 
 if TYPE_CHECKING:  # a run without eval.tasks loads none of this
-    from data.task_files import ScoredTask
     from data.task_scores import EncodedTasks, TaskReport
 
 MAX_EXPONENT = 700.0  # exp overflows a float soon after
@@ -77,19 +70,6 @@ def loss_report(loss: float, bytes_per_token: float) -> dict[str, float]:
 
 
 # ---- of a run ----------------------------------------------------------------------------------------------
-
-
-class SamplePrompt(NamedTuple):
-    """The beginning of the texts that a run samples.
-
-    ids: what the model reads. text: how the log shows them. stops, stop_text: what ends the text.
-    hint: arguments of scripts.generate for another.
-    """
-    ids: list[int]
-    text: str
-    stops: frozenset[int]
-    stop_text: str | None
-    hint: str
 
 
 @dataclass(frozen=True)
@@ -191,81 +171,3 @@ def score_due_tasks(evaluation: Evaluation, run: TrainingRun, step: int) -> "Tas
     from data.task_scores import score_tasks
 
     return score_tasks(evaluation.tasks[run.cfg.model.context], run.score)
-
-
-def sample_prompt(cfg: Config, valid_data: BatchLoader) -> SamplePrompt:
-    """eval.prompt; without it the first words of the validation data, which suit any corpus.
-
-    Of conversations: eval.prompt as a message of the user, or what stands before an answer of the data.
-    Raises ConfigError.
-    """
-    prompts, given = valid_data.prompts, cfg.eval.prompt
-    if valid_data.is_chat:
-        messages = [{"role": USER, "content": given or ""}]
-        ids = valid_data.opening_chat() if given is None else prompts.chat(messages)
-        return SamplePrompt(ids, prompts.shown(ids), prompts.turn_stops, prompts.stop_text, "--chat")
-
-    text = valid_data.opening_words() if given is None else given
-    special = cfg.eval.special and given is not None
-    hint = f"--prompt {shlex.quote(text)}{' --special' if special else ''}"
-    return SamplePrompt(prompts.prompt(text, special), text, prompts.stops, None, hint)
-
-
-def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
-    """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
-    results: list[Microbatch] = []
-    for index in range(batches):
-        for batch in valid_data.microbatches(index):
-            results.append(shard_batch(batch, mesh.cp))
-    return results
-
-
-def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
-    """{name of a source: its microbatches of every evaluation}; empty where a single one is validated."""
-    paths = validated_paths(cfg)
-    batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
-    if len(paths) == 1 or batches == 0:
-        return {}
-    result: dict[str, list[Microbatch]] = {}
-    for name, path in zip(source_names(paths), paths):
-        key = validation_key(cfg.data).removeprefix("data.")
-        alone = replace(cfg, data=replace(cfg.data, **{key: f"1 {shlex.quote(path)}"}))
-        data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
-        result[name] = read_valid_batches(batches, data, mesh)
-    return result
-
-
-def validated_paths(cfg: Config) -> list[str]:
-    """The paths of the data sets that a validation reads. Raises ConfigError."""
-    return [path for key, path in named_paths(cfg.data) if key == validation_key(cfg.data)]
-
-
-def open_tasks(cfg: Config) -> "list[ScoredTask]":
-    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
-    if cfg.eval.tasks is None:
-        return []
-    from data.task_files import read_tasks
-
-    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
-
-
-def encode_for_phases(
-    tasks: "list[ScoredTask]", run: TrainingRun
-) -> "dict[int, EncodedTasks]":
-    """{model.context: the tasks that fit into it}, of this phase and later ones; {} without tasks.
-
-    Raises ConfigError for an answer that does not fit into the context of a phase.
-    """
-    result: dict[int, EncodedTasks] = {}
-    if not tasks:
-        return result
-    from data.task_scores import encode_tasks
-
-    prompts = run.data.prompts
-    for phase in run.phases.all[run.phase.number - 1:]:
-        context = phase.cfg.model.context
-        if context not in result:
-            with named(phase):
-                special = phase.cfg.eval.special
-                result[context] = encode_tasks("eval.tasks", tasks, prompts, context, special)
-    return result

@@ -3,7 +3,6 @@
 The data of the map is bounded: when its COLUMNS are full, neighbours are merged in pairs. It is kept in
 experts.npz, so that the map of a resumed run shows all steps.
 """
-import io
 import math
 import os
 import zipfile
@@ -17,7 +16,7 @@ from config.plots import INK, new_figure, plain_text, save_figure, set_title
 from model.router import ExpertsConfig, has_experts, mixture
 
 COLUMNS = 512  # maximum columns of the map
-NPY_HEADER_BYTES = 4096  # upper bound
+FURTHER_BYTES = 8192  # upper bound of what the file holds beside the counts: headers and a number
 MAX_LAYER_LABELS = 24
 
 
@@ -67,12 +66,15 @@ def flatten_row(row: dict[str, Any]) -> dict[str, Any]:
 def load_counts(file: Path, max_bytes: int) -> tuple[np.ndarray, int]:
     """Read experts.npz. Returns counts, float32 [columns, layers, experts], and the steps per column.
 
-    Raises ValueError or an error of zipfile if the file is damaged or an array exceeds `max_bytes`. Sizes are
-    checked before anything is read.
+    Raises an error of numpy or zipfile if the file is damaged, ValueError if it exceeds `max_bytes`. Sizes
+    are checked before anything is read.
     """
     with zipfile.ZipFile(file) as archive:
-        counts = read_array(archive, "counts.npy", max_bytes)
-        every = read_array(archive, "every.npy", 8)
+        size = sum(entry.file_size for entry in archive.infolist())
+    if size > max_bytes + FURTHER_BYTES:
+        raise ValueError(f"it says that it has {size:,} bytes, at most {max_bytes:,} are wanted")
+    with np.load(file, allow_pickle=False) as arrays:
+        counts, every = arrays["counts"], arrays["every"]
     if counts.dtype != np.float32 or counts.ndim != 3:
         raise ValueError("not the counts of experts")
     if every.dtype.kind != "i" or every.ndim or not 1 <= every < 1 << 48:
@@ -80,21 +82,6 @@ def load_counts(file: Path, max_bytes: int) -> tuple[np.ndarray, int]:
     if not (np.isfinite(counts) & (counts >= 0)).all():
         raise ValueError("a count is negative or not finite")
     return counts, int(every)
-
-
-def read_array(archive: zipfile.ZipFile, name: str, max_bytes: int) -> np.ndarray:
-    """Read a numeric array in .npy format, version 1.0. Raises ValueError above `max_bytes`."""
-    size = archive.getinfo(name).file_size
-    if size > max_bytes + NPY_HEADER_BYTES:
-        raise ValueError(f"{name} says that it has {size:,} bytes, at most {max_bytes:,} are wanted")
-    data = io.BytesIO(archive.read(name))
-    if np.lib.format.read_magic(data) != (1, 0):
-        raise ValueError(f"{name} has another version")
-    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(data)
-    if is_fortran or dtype.kind not in "fi":
-        raise ValueError(f"{name} has {dtype} in another order")
-    values = data.getbuffer()[data.tell():]
-    return np.frombuffer(values, dtype).reshape(shape)
 
 
 class ExpertLoadMap:

@@ -73,20 +73,6 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def printable(text: str) -> str:
-    """Replace terminal control characters by ?, such as escape codes in messages from other hosts."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
-
-
-def last_line(error: BaseException) -> str:
-    """Return the last line of the error's text, or its class name if it has no text.
-
-    In the traceback of a rank (runtime/pool.py) this line says what went wrong.
-    """
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
-
-
 def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
     """Return the text for stderr: `error: ...` in one line.
 

@@ -23,17 +23,17 @@ import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from config import ConfigError
 from config.exit_codes import FINISHED
+from config.numbers import duration
 from config.reading.run_name import STARTS_FILE
 from parallel.extras import Extra
 from runtime import failure
-from runtime.console import duration
 
 LINE_BYTES = 1024  # length of a line, padded with spaces
 MAX_LINE_BYTES = 16 * LINE_BYTES  # the most to read of one line; longer ones are damaged
@@ -104,26 +104,12 @@ def parse_start(line: bytes) -> StartRecord | None:
     """Parse a line. Returns None if it is damaged."""
     try:
         values: dict[str, Any] = json.loads(line)
-        marks = tuple((whole(step), amount(seconds)) for step, seconds in values["marks"])
-        first_step, exit_code = values["first_step"], values["exit_code"]
-        record = StartRecord(
-            time=amount(values["time"]),
-            world=whole(values["world"]),
-            seconds=amount(values["seconds"]),
-            first_step=None if first_step is None else whole(first_step),
-            last_step=whole(values["last_step"]),
-            in_steps=amount(values["in_steps"]),
-            repeated=amount(values["repeated"]),
-            start_up=amount(values["start_up"]),
-            saving=amount(values["saving"]),
-            validation=amount(values["validation"]),
-            marks=marks,
-            exit_code=None if exit_code is None else whole(exit_code),
-        )
+        checked = {field.name: READERS[field.type](values[field.name]) for field in fields(StartRecord)}
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    steps = [(record.first_step or 1) - 1, *(step for step, _ in marks), record.last_step]
-    seconds = [0.0, *(value for _, value in marks), record.in_steps]
+    record = StartRecord(**checked)
+    steps = [(record.first_step or 1) - 1, *(step for step, _ in record.marks), record.last_step]
+    seconds = [0.0, *(value for _, value in record.marks), record.in_steps]
     is_ordered = steps == sorted(steps) and seconds == sorted(seconds)
     return record if is_ordered or record.first_step is None or not record.in_steps else None
 
@@ -140,6 +126,14 @@ def amount(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{value!r} is not a time")
     return float(value)
+
+
+READERS: dict[Any, Callable[[Any], Any]] = {  # {type of a field of StartRecord: checks a value}
+    int: whole,
+    int | None: lambda value: None if value is None else whole(value),
+    float: amount,
+    tuple[tuple[int, float], ...]: lambda marks: tuple((whole(step), amount(time)) for step, time in marks),
+}
 
 
 def read_starts(folder: Path) -> list[StartRecord]:

@@ -8,7 +8,6 @@ A list has a number for each layer, and null where a layer has none or it is not
 outside of the layers. model/inside.py defines them. W&B and TensorBoard get each as a scalar, such as
 inside/grad_norm/layer_00/attn.q. The file has each step once, as metrics.jsonl does (lines.py).
 """
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ import numpy as np
 from config import ModelConfig, modules_ahead
 from config.plots import INK, new_figure, plain_text, save_figure, set_title
 from model.inside import Statistic, statistics_of
-from runtime.lines import INSIDE, LINE, MetricsFile, Rows, is_number_or_list
+from runtime.lines import INSIDE, LINE, MetricsFile, Rows, parse_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,19 +90,10 @@ def read_inside(run_dir: Path, max_rows: int = COLUMNS) -> Rows:
     rows: Rows = []
     with open(path, "rb") as file:
         for index, line in enumerate(line for line in file if LINE.fullmatch(line)):
-            row = parse(line) if index in wanted else None
+            row = parse_numbers(line) if index in wanted else None
             if row is not None:
                 rows.append(row)
     return rows
-
-
-def parse(line: bytes) -> dict[str, Any] | None:
-    """Parse a line, or return None if it is not JSON or holds something else than numbers."""
-    try:
-        row = json.loads(line)
-        return row if all(map(is_number_or_list, row.values())) else None
-    except (ValueError, RecursionError, OverflowError):
-        return None
 
 
 # ---- the picture -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; any othe
 SKIPPED = b'"skipped": 1'  # marks lines of skipped steps
 NO_TARGETS = b'"targets": 0,'  # marks lines of steps without targets that count
 EVALUATION = b'"val_loss"'  # marks lines of evaluations
+ALL_STEPS = 1 << 40  # more rows than any run has, so that read_metrics skips none
 
 Rows = list[dict[str, Any]]
 
@@ -158,13 +159,18 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
     It is damaged if it is not JSON, has a value that is not a number, or is neither a step nor an evaluation.
     """
+    row = parse_numbers(line) or {}
+    is_step = "loss" in row and not isinstance(row["loss"], list)
+    is_evaluation = "val_loss" in row and "loss" not in row
+    has_step = type(row.get("step")) is int
+    return row if has_step and (is_step or is_evaluation) else None
+
+
+def parse_numbers(line: bytes) -> dict[str, Any] | None:
+    """Parse a line, or return None if it is not JSON or holds something else than numbers."""
     try:
         row = json.loads(line)
-        has_numbers = all(is_number_or_list(value) for value in row.values())
-        is_step = "loss" in row and not isinstance(row["loss"], list)
-        is_evaluation = "val_loss" in row and "loss" not in row
-        has_step = type(row.get("step")) is int
-        return row if has_numbers and has_step and (is_step or is_evaluation) else None
+        return row if all(map(is_number_or_list, row.values())) else None
     except (ValueError, RecursionError, OverflowError, AttributeError):
         return None
 

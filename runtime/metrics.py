@@ -12,14 +12,13 @@ Guarantees
 - Times are monotonic. On a GPU they are measured on the device (CUDA events), because the host runs ahead.
 """
 import contextlib
-import dataclasses
 import math
 import resource
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,94 +28,35 @@ import torch
 from torch import Tensor
 
 from config import Config, Tree
-from config.axes import AXES, axis_degrees, ranks_of_microbatch
-from config.parameter_groups import freezes
+from config.numbers import byte_count, duration, parameter_count, short_number, sparkline
 from config.reading import Phase, get_phases
 from config.reading.phases import change_lines
+from config.terminal import visible
 from config.tree import plain_data
 from config.version import VERSION
 from model.router import mixture
+from parallel.extras import StepResult
 from parallel.wire import clock
-from plan.count import trained_parameters
-from runtime.console import (
-    Console,
-    byte_count,
-    duration,
-    parameter_count,
-    short_number,
-    sparkline,
-    visible,
-)
+from plan.count import batch_line, data_parallel_size, layout_line, model_line
+from runtime.console import Console
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import get_exit_code
 from runtime.goodput import GoodputClock
-from runtime.lines import MetricsFile, read_metrics, skipped_seconds, steps_without_targets
+from runtime.lines import ALL_STEPS, MetricsFile, read_metrics, skipped_seconds, steps_without_targets
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
-from runtime.shares import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
 from runtime.sinks import Sink, asked_trackers, ending
 from runtime.summary import SUMMARY_FILE, best_validation
-from runtime.tensorboard_sink import TensorboardSink
-from runtime.wandb_sink import WandbSink
 
-if TYPE_CHECKING:  # imported only under log.inside_every
+if TYPE_CHECKING:  # imported only under log.inside_every and log.noise_scale
+    from optim.noise import SmoothedNoise
     from runtime.inside import InsideLog
 
 DeviceEvent = torch.cuda.Event | torch.mps.Event
 
 GOODPUT_MINUTES = 10  # from here on the closing lines of a first start have its goodput
-NOISE_DECAY = 0.95  # of the running means of the noise scale
 ESCAPE_LENGTH = 10  # maximum length of an escaped character
 ETA_WINDOW = 64  # the ETA uses the median time of this many steps
-ALL_STEPS = 1 << 40  # more rows than any run has, so that read_metrics skips none
-SLOW_FIELDS = {  # metrics.jsonl fields with the cost of a slow rank or link
-    COMPUTE: "slow_compute_ms",
-    DATA: "slow_data_ms",
-    LINK: "slow_link_ms",
-    STOPPED: "slow_stopped_ms",
-}
-
-
-class SmoothedNoise:
-    """Gradient noise scale as a ratio of two running means; optim/noise.py estimates the two parts.
-
-    Each part is unbiased, but their ratio in a single step is mostly noise and may be negative. rows: the
-    rows of metrics.jsonl that a resumed run keeps, which initialize the means.
-    """
-
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.means: tuple[float, float] | None = None  # of S and |G|^2
-        for row in rows:
-            parts = [row.get("noise_s"), row.get("noise_g2")]
-            self.update(parts, is_good=not row.get("skipped"))
-
-    def update(self, parts: Sequence[float | None], is_good: bool) -> dict[str, float | None]:
-        """Add one step. Returns its metrics.jsonl fields; noise_scale is in tokens, None if unknown.
-
-        parts: [S, |G|^2] of the step, or empty. A skipped step (not is_good) does not change the means.
-        """
-        known = [part for part in parts if part is not None and math.isfinite(part)]
-        if len(parts) != 2 or len(known) != 2:
-            return {"noise_scale": None, "noise_s": None, "noise_g2": None}
-        noise_s, noise_g2 = known
-        if is_good:
-            self.update_means(noise_s, noise_g2)
-        return {"noise_scale": self.ratio(), "noise_s": noise_s, "noise_g2": noise_g2}
-
-    def update_means(self, noise_s: float, noise_g2: float) -> None:
-        if self.means is None:
-            self.means = (noise_s, noise_g2)
-            return
-        old_s, old_g2 = self.means
-        new_s = NOISE_DECAY * old_s + (1 - NOISE_DECAY) * noise_s
-        new_g2 = NOISE_DECAY * old_g2 + (1 - NOISE_DECAY) * noise_g2
-        self.means = (new_s, new_g2)
-
-    def ratio(self) -> float | None:
-        if self.means is None or min(self.means) <= 0:
-            return None
-        mean_s, mean_g2 = self.means
-        return mean_s / mean_g2
 
 
 @dataclass(frozen=True)
@@ -141,6 +81,9 @@ class PendingStep:
         return self.start.elapsed_time(self.end)  # pyright: ignore[reportArgumentType]  same device
 
 
+Observer = Callable[[dict[str, Any], PendingStep], object]
+
+
 class MetricsLogger:
     """Log a run: call header() once, log_step() after each step, and close() at the end.
 
@@ -154,6 +97,7 @@ class MetricsLogger:
     def __init__(self, run_dir: Path, cfg: Config, env: LaunchEnv, *, steps: int, flops_per_token: float,
                  start_step: int = 0, goodput: GoodputClock | None = None) -> None:
         self.run_dir = Path(run_dir)
+        self.name = cfg.log.name or self.run_dir.name
         self.cfg = cfg
         self.phases = get_phases(cfg)
         self.phase = self.phases.of_step(min(start_step + 1, steps))
@@ -171,9 +115,8 @@ class MetricsLogger:
         self.pending: list[PendingStep] = []
         self.unreturned: list[int] = []
         self.rows_since_shown: list[dict[str, Any]] = []
-        self.shares: list[StepShares] = []  # read, but not yet compared with other ranks
-        self.spikes: list[tuple[int, bool]] = []  # read, but not yet returned
-        self.slow: list[Slow] = []  # for the next row
+        self.observers: list[Observer] = []  # called with each step that is read, and its row
+        self.next_fields: dict[str, float] = {}  # of the next row
         self.last_sample = (self.start_step, "")  # (step, generated text)
         self.last_step = self.start_step  # the last step read
         self.closed = False
@@ -192,23 +135,18 @@ class MetricsLogger:
         self.console = Console(sys.stdout if is_writer else None, self.env.color)
         self.file = MetricsFile(self.run_dir, self.start_step) if is_writer else None
 
-        settings = self.env.wandb
-        if not is_writer:
-            settings = dataclasses.replace(settings, mode="off")
-        name = cfg.log.name or self.run_dir.name
+        self.sinks: list[Sink] = []
         tree = plain_data(cfg)
-        made = self.env.provenance
-        command = made.record["command"] if made else ""
-        wandb = WandbSink(settings, self.run_dir, name, tree, command=command)
-        self.sync_hints = [wandb.sync_command] if wandb.sync_command else []
-        self.copied_from = wandb.copied_from
-        self.sinks: list[Sink] = [wandb]
-        if is_writer and cfg.log.tensorboard:
-            self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
-        if is_writer and asked_trackers(cfg.log):
+        if is_writer and (self.env.wandb.mode != "off" or asked_trackers(cfg.log)):
             from runtime.tracker_sinks import open_trackers
 
-            self.sinks += open_trackers(cfg.log, self.run_dir, name, tree)
+            made = self.env.provenance
+            command = made.record["command"] if made else ""
+            self.sinks += open_trackers(self.env.wandb, cfg.log, self.run_dir, self.name, tree, command)
+        if is_writer and cfg.log.tensorboard:
+            from runtime.tensorboard_sink import TensorboardSink
+
+            self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
         self.picture: LivePicture | None = None
 
         self.experts: ExpertLoadMap | None = None
@@ -223,10 +161,13 @@ class MetricsLogger:
 
             self.inside = InsideLog(self.run_dir, cfg.model, self.start_step)
 
-        kept_rows: list[dict[str, Any]] = []
-        if is_writer and cfg.log.noise_scale:
-            kept_rows, _ = read_metrics(self.run_dir, ALL_STEPS)
-        self.smoothed_noise = SmoothedNoise(kept_rows)
+        self.smoothed_noise = self.smooth_noise() if cfg.log.noise_scale else None
+
+    def smooth_noise(self) -> "SmoothedNoise":
+        """Return the noise scale of the rows so far."""
+        from optim.noise import SmoothedNoise
+
+        return SmoothedNoise(read_metrics(self.run_dir, ALL_STEPS)[0] if self.file else [])
 
     def __enter__(self) -> "MetricsLogger":
         return self
@@ -242,11 +183,8 @@ class MetricsLogger:
     def log_step(
         self,
         step: int,
+        result: StepResult,
         *,
-        loss: Tensor,
-        grad_norm: Tensor,
-        is_good: Tensor,
-        num_targets: Tensor,
         learning_rate: float,
         seconds: float,
         data_seconds: float,
@@ -260,17 +198,14 @@ class MetricsLogger:
         Returns the flags (1 if not finite) of the steps with targets that this call has read, oldest first;
         often empty.
 
-        loss, grad_norm, is_good (whether the update was applied), num_targets (targets that count in the
-        loss): scalars [] on any device; they are copied.
+        result: scalars [] on any device; they are copied.
         seconds: time of the whole step on the host. data_seconds: the part of it spent waiting for data.
         router_stats: RouterStates.stats (model/router_states.py), not copied.
         noise_scale_parts: [2], the two parts of the noise scale (optim/noise.py).
         inside: statistics of layers (model/inside.py), not copied.
         comm: times of this rank's collectives (parallel/wire/clock.py), read together with the scalars.
         """
-        parts = [loss, grad_norm, is_good, num_targets]
-        if noise_scale_parts is not None:
-            parts += list(noise_scale_parts)
+        parts = [*result, *(() if noise_scale_parts is None else noise_scale_parts)]
         dtype = torch.float32 if self.env.device.type == "mps" else torch.float64  # MPS has no fp64
         scalars = torch.stack([part.detach().to(dtype) for part in parts])  # a copy, not a reference
         end = self.record_event()
@@ -315,27 +250,10 @@ class MetricsLogger:
         self.unreturned = []
         return flags
 
-    def pop_spikes(self) -> list[tuple[int, bool]]:
-        """Return (step, whether it was a spike) for the finite steps read since the last call."""
-        found = self.spikes
-        self.spikes = []
-        return found
-
-    def add_spike(self, row: dict[str, Any]) -> None:
-        """Keep a row's verdict for pop_spikes(), and report a spike on the console."""
-        is_spike = bool(row.get("spike"))
-        if self.cfg.optim.spike_sigma is not None and (is_spike or not row["skipped"]):
-            self.spikes.append((row["step"], is_spike))
-        if is_spike:
-            numbers = f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"
-            self.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
-
     def rewind(self, step: int) -> None:
         """Remove what was written about the steps after this one, which are retrained. Raises OSError."""
         self.read_pending()
         self.rows_since_shown = []
-        self.shares = []
-        self.spikes = []
         self.unreturned = []
         if self.file:
             self.file.rewind(step)
@@ -347,25 +265,14 @@ class MetricsLogger:
             with contextlib.suppress(OSError):
                 self.experts.save()
             self.experts = ExpertLoadMap(self.run_dir, self.cfg.model, step)
-        if self.cfg.log.noise_scale and self.file:
-            self.smoothed_noise = SmoothedNoise(read_metrics(self.run_dir, ALL_STEPS)[0])
+        if self.smoothed_noise:
+            self.smoothed_noise = self.smooth_noise()
 
-    def pop_shares(self) -> list[StepShares]:
-        """Return this rank's time breakdown of the steps read since the last call.
-
-        All ranks return the same steps. Omits the first step of a process, which compiles and connects.
-        """
-        shares = [share for share in self.shares if share.step > self.start_step + 1]
-        self.shares = []
-        return shares
-
-    def log_slow(self, step: int, lines: Sequence[str], slow: Sequence[Slow]) -> None:
-        """Report slow ranks and links on the console, in the next row and in the sinks."""
-        for line in lines:
-            self.log_line(line)
-        self.slow = [*slow]
-        if slow:
-            self.put(step, {f"train/{name}": value for name, value in slow_fields(slow).items()})
+    def add_fields(self, step: int, fields: dict[str, float]) -> None:
+        """Add fields to the next row, and send them to the sinks."""
+        if fields:
+            self.next_fields = fields
+            self.put(step, {f"train/{name}": value for name, value in fields.items()})
 
     def record_event(self) -> DeviceEvent | None:
         """Record an event on the device's stream; None on a CPU, where the host clock is accurate."""
@@ -390,12 +297,13 @@ class MetricsLogger:
             scalars = scalars[count:]
             if self.inside and pending.inside is not None:
                 inside[pending.step] = self.inside.add(pending.step, pending.inside.tolist())
-        self.pending = []
+        read, self.pending = self.pending, []
 
-        for row in rows:
+        for row, pending in zip(rows, read):
             if row["targets"]:
                 self.unreturned.append(row["skipped"] - row.get("spike", 0))
-            self.add_spike(row)
+            for observe in self.observers:
+                observe(row, pending)
             self.recent_ms.append(row["step_ms"])
             self.seconds_in_steps += row["step_ms"] / 1000
             values = {f"train/{name}": value for name, value in flatten_row(row).items()}
@@ -422,10 +330,6 @@ class MetricsLogger:
         step = pending.step
         step_ms = pending.step_ms()
         exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
-        waits = pending.comm.read_by_group() if pending.comm else {}
-        if self.cfg.log.slow_window is not None and self.env.world > 1:
-            self.shares.append(StepShares(step, step_ms, pending.data_ms, exposed_ms, waits))
-
         phase = self.phases.of_step(step)
         tokens = phase.tokens_seen(step) - phase.tokens_seen(step - 1)
         tokens_per_s = 1000 * tokens / max(step_ms, 1e-6)
@@ -451,12 +355,11 @@ class MetricsLogger:
         }
         if self.cfg.optim.spike_sigma is not None:
             row["spike"] = int(not is_good and is_finite and has_targets)
-        if self.slow:
-            row |= slow_fields(self.slow)
-            self.slow = []
+        row |= self.next_fields
+        self.next_fields = {}
         if len(self.phases.all) > 1:
             row["phase"] = phase.number
-        if self.cfg.log.noise_scale:
+        if self.smoothed_noise:
             row |= self.smoothed_noise.update(noise_scale_parts, bool(is_good))
         if self.experts and pending.router_stats is not None:
             stats = pending.router_stats.cpu().numpy()
@@ -502,9 +405,9 @@ class MetricsLogger:
         """
         console = self.console
         console.write_wrapped(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
-        console.label("model", model_text(self.phase.cfg, parameters))
-        console.label("layout", layout_text(self.phase.cfg, self.env.world))
-        batch = batch_text(self.phase.cfg, self.env.world)
+        console.label("model", model_line(self.phase.cfg, parameters))
+        console.label("layout", layout_line(self.phase.cfg, self.env.world))
+        batch = batch_line(self.phase.cfg, self.env.world)
         console.label("batch", f"{batch}{'':10}{self.length_text(parameters[0])}")
         console.label("data", data)
         if self.env.device.type == "cuda":
@@ -516,11 +419,7 @@ class MetricsLogger:
             places.append(f"tensorboard --logdir {self.cfg.log.dir}")
         places += [f"{tracker} {value}" for tracker, value in asked_trackers(self.cfg.log).items()]
         console.label("log", " · ".join(places))
-        if self.copied_from:
-            console.write_wrapped(
-                f"{self.run_dir} is a copy of {self.copied_from}, and a separate run in W&B from here on"
-            )
-        for note in notes:
+        for note in [*(sink.note for sink in self.sinks if sink.note), *notes]:
             console.write_wrapped(note)
         console.columns(self.steps)
         if self.file:
@@ -538,7 +437,7 @@ class MetricsLogger:
             "tokens": self.phases.tokens_seen(self.steps),
             "world": self.env.world,
             "dp": data_parallel_size(self.cfg, self.env.world),
-            "layout": layout_text(self.cfg, self.env.world),
+            "layout": layout_line(self.cfg, self.env.world),
             "device": str(self.env),
             "host": self.env.host,
             "data": data,
@@ -693,7 +592,7 @@ class MetricsLogger:
             self.report_goodput,
             self.report_best,
             lambda: self.close_sinks(code, reason),
-            lambda: self.summary(reason, [*self.sync_hints, *hints]),
+            lambda: self.summary(reason, [*(sink.hint for sink in self.sinks if sink.hint), *hints]),
         )
         for part in parts:
             try:
@@ -726,8 +625,7 @@ class MetricsLogger:
         if self.file and level == "ERROR" and self.cfg.log.alert_command is not None:
             from runtime.alert import run_alert
 
-            name = self.cfg.log.name or self.run_dir.name
-            trouble = run_alert(self.cfg.log.alert_command, f"{name}: {title} after {closing_line}")
+            trouble = run_alert(self.cfg.log.alert_command, f"{self.name}: {title} after {closing_line}")
             if trouble:
                 self.log_line(f"warning: {trouble}")
 
@@ -793,63 +691,6 @@ class MetricsLogger:
             path = f"{self.run_dir}/metrics.jsonl"
             self.log_line(f"warning: {path}: {len(damaged)} damaged lines were left out (line {numbers})")
         return [row["loss"] for row in rows if row["loss"] is not None]
-
-
-def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
-    """Return metrics.jsonl fields for the most costly entry: slow_rank, and one of SLOW_FIELDS."""
-    worst = max(slow, key=lambda one: one.excess_ms)
-    return {"slow_rank": worst.ranks[0], SLOW_FIELDS[worst.why]: worst.excess_ms}
-
-
-# ---- the lines of the header -------------------------------------------------------------------------------
-
-def model_text(cfg: Config, parameters: tuple[int, int]) -> str:
-    """Describe the model. parameters: (total, without embeddings)."""
-    model = cfg.model
-    total, without_embeddings = parameters
-    all_heads, *shared = model.mixer.heads_over_tp().values() or (0,)
-    heads = f"{all_heads} heads"
-    if shared and shared[0] != all_heads:
-        heads += f" ({shared[0]} {'kv' if model.mixer.has_softmax else 'shared'})"
-    if model.pattern:
-        heads += f", blocks {model.pattern}"
-    size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"
-    parts = [
-        f"{model.preset or 'its own shape'}   {size}",
-        f"{model.layers} layers",
-        f"d {model.hidden}",
-        heads,
-    ]
-    experts = mixture(model)
-    if experts:
-        parts.append(f"{experts.experts} experts, {experts.top_k} a token")
-    parts.append(f"vocab {model.vocab or 0:,}")
-    if freezes(cfg):
-        parts.append(f"{parameter_count(trained_parameters(model, cfg.optim.groups))} params train")
-    return " · ".join(parts)
-
-
-def data_parallel_size(cfg: Config, world: int) -> int:
-    return world // ranks_of_microbatch(axis_degrees(cfg.parallel))
-
-
-def layout_text(cfg: Config, world: int) -> str:
-    """Describe the layout; dp includes the replicas of dp_rep."""
-    parts = [f"world {world} = dp {data_parallel_size(cfg, world)}"]
-    for axis in AXES:
-        is_in_model = mixture(cfg.model) or not axis.of_experts
-        if is_in_model and axis.key != "dp_rep":
-            parts.append(f"{axis.word} {getattr(cfg.parallel, axis.key)}")
-    return " · ".join([*parts, cfg.train.dtype])
-
-
-def batch_text(cfg: Config, world: int) -> str:
-    train = cfg.train
-    sequences = train.micro_batch * data_parallel_size(cfg, world)
-    accumulation = train.global_batch // sequences
-    tokens = train.global_batch * train.seq_len
-    text = f"{sequences} seq x {train.seq_len} tok x {accumulation} accum = {tokens:,} tok/step"
-    return text + (f" (ramp {train.ramp})" if train.ramp else "")
 
 
 def peak_process_bytes() -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from config import read_yaml
+from config.numbers import short_number
 from config.plots import INK, new_figure, plain_text, save_figure, set_open_frame, set_title
-from runtime.console import short_number
 from runtime.lines import Rows, read_metrics
 
 RAW, SMOOTH, VALID, RATE = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63"  # colours

@@ -58,6 +58,11 @@ class TrainingRun(ShardedModel):
         """The last step of this phase."""
         return self.phases.last_step(self.phase, self.steps)
 
+    @property
+    def phases_ahead(self) -> tuple[Phase, ...]:
+        """This phase and the later ones."""
+        return self.phases.all[self.phase.number - 1:]
+
     def with_extras(self, *extras: Extra) -> "TrainingRun":
         """Return a copy of the run with these extras appended."""
         return replace(self, extras=Extras((*self.extras, *extras)))

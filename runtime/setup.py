@@ -20,14 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import config
 from config import Config, ConfigError, usable_cores
 from config.provenance import Provenance, describe, read_code, typed
-from config.reading import CONFIG_FOLDER
 from model.router import mixture
+from plan.job import peak_flops_of_gpu
 from runtime.processes import die_with_parent, handles_signal, process_seconds
 from runtime.sinks import check_reports, run_tags
-from runtime.tensorboard_sink import check_tensorboard
 
 # parts of the names of environment variables whose values are never written
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -114,8 +112,7 @@ def read_environment(cfg: Config) -> LaunchEnv:
     Raises ConfigError if the environment or the device does not fit the config.
     """
     rank, world, local_rank, local_world = rank_and_world()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+    die_with_launcher()
 
     # dump the stacks of all threads at a crash, and at kill -USR2, which has no other effect
     faulthandler.enable(2)
@@ -135,8 +132,6 @@ def read_environment(cfg: Config) -> LaunchEnv:
     if cfg.profile.memory is not None and device.type != "cuda":
         raise ConfigError("profile.memory: needs a GPU, and torch finds none here; leave it out, or see "
                           "train.py --dry-run --memory FILE")
-    if cfg.log.tensorboard:
-        check_tensorboard()
     check_reports(cfg.log)
     needs_hopper = cfg.train.cuda_graphs and mixture(cfg.model) is not None
     if needs_hopper and torch.cuda.get_device_capability(device)[0] < 9:
@@ -180,12 +175,6 @@ def set_determinism(deterministic: bool, compiles: bool) -> None:
         torch.set_deterministic_debug_mode("error" if deterministic else "default")
 
 
-def keep_harness_in_one_process() -> None:
-    """Stop lm-eval from computing standard errors in forked processes: a fork of a process with torch's
-    threads can deadlock."""
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")
-
-
 # ---- the launcher ------------------------------------------------------------------------------------------
 
 def rank_and_world() -> tuple[int, int, int, int]:
@@ -210,6 +199,12 @@ def rank_and_world() -> tuple[int, int, int, int]:
             f"rank {rank} of {world}, local rank {local_rank} of {local_world}: RANK, WORLD_SIZE, LOCAL_RANK "
             f"(or SLURM_*) are inconsistent; start with torchrun or srun, or unset them")
     return rank, world, local_rank, local_world
+
+
+def die_with_launcher() -> None:
+    """Make this process end with its launcher, if it has one. Otherwise it would keep its GPU and locks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
 
 
 def restart_count() -> str:
@@ -271,34 +266,6 @@ def environment_number(name: str, default: int | None = None) -> int:
 
 # ---- threads, device, seeds, faults ------------------------------------------------------------------------
 
-def set_threads(count: int | None) -> None:
-    """Set the threads of a script (--threads); None keeps the number that torch took from OMP_NUM_THREADS.
-
-    Raises ConfigError.
-    """
-    if count is not None and count < 1:
-        raise ConfigError(f"--threads: {count}; at least 1")
-    if count is not None:
-        torch.set_num_threads(count)
-
-
-def script_device(threads: int | None, kind: str = "auto") -> torch.device:
-    """Prepare a process of a script and return its device. threads: --threads. kind: auto or cpu.
-
-    A single process uses set_threads; several ranks divide the cores of their node, as in train.py. Raises
-    ConfigError.
-    """
-    _, world, local_rank, local_world = rank_and_world()
-    set_threads(threads)
-    if world == 1:
-        return torch.device("cuda" if kind == "auto" and torch.cuda.is_available() else "cpu")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-    if threads is None:
-        torch.set_num_threads(spare_threads(local_world))
-    return pick_device(kind, local_rank)
-
-
 def spare_threads(local_world: int = 1) -> int:
     """Return the CPU threads of a process: at most 4, and one core of more than 2 stays free.
 
@@ -351,16 +318,6 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type != "cuda":
         return None
     return peak_flops_of_gpu(torch.cuda.get_device_name(device), dtype)
-
-
-def peak_flops_of_gpu(name: str, dtype: str) -> float | None:
-    """Look up peak_flops by the GPU's name, using the longest name in configs/clusters.yaml it contains."""
-    gpus = config.read_yaml(CONFIG_FOLDER / "clusters.yaml")["gpus"]
-    matching = [gpu for gpu in gpus if gpu in name.lower()]
-    if not matching:
-        return None
-    teraflops = gpus[max(matching, key=len)].get(dtype)
-    return None if teraflops is None else 1e12 * teraflops
 
 
 def seed_everything(cfg: Config) -> None:

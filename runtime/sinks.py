@@ -7,7 +7,7 @@ import importlib.util
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from config import ConfigError, LogConfig
 from config.exit_codes import FINISHED, STOPPED_EARLY
@@ -16,11 +16,23 @@ Values = dict[str, Any]
 
 # {exit code: (how the run ended, alert level)}; any other code is a failure.
 ENDINGS = {FINISHED: ("finished", "INFO"), STOPPED_EARLY: ("stopped early", "WARN")}
-TRACKER_PACKAGES = {"mlflow": "mlflow", "comet": "comet_ml"}
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "comet": "comet_ml"}  # by key of log
 
 
-class Sink(Protocol):
-    """A destination for metrics. Methods never block for long and never raise."""
+class Sink:
+    """A destination for metrics. Methods never block for long and never raise; this one does nothing.
+
+    trouble: what went wrong, after which nothing more is written. dropped: records that did not arrive.
+    note: a line for the header, or "". hint: a command for the closing lines, or "".
+    """
+    title = ""  # in its warning
+    note = ""
+    hint = ""
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+        self.dropped = 0
+        self.warned = False
 
     def describe(self, facts: Values) -> None:
         """Add facts about the run: sizes, layout, FLOPs per token."""
@@ -42,6 +54,11 @@ class Sink(Protocol):
 
     def warning(self) -> str | None:
         """Return what went wrong on the first call, and None after that."""
+        if self.warned or not (self.trouble or self.dropped):
+            return None
+        self.warned = True
+        cause = self.trouble or "cannot keep up"
+        return f"{self.title}: {cause}; training continues without it, metrics.jsonl has everything"
 
     def close(self, code: int, closing_line: str) -> None:
         """Close the sink with the run's exit code and closing line."""
@@ -59,13 +76,14 @@ def run_tags(text: str | None) -> tuple[str, ...]:
 
 
 def check_reports(log: LogConfig) -> None:
-    """Raise ConfigError for an empty list of tags, a tracker without package, an alert without program."""
+    """Raise ConfigError for a sink without its package, no tags in a list, an alert without program."""
+    asked = [*(["tensorboard"] if log.tensorboard else []), *asked_trackers(log)]
+    for key in asked:
+        package = PACKAGES[key]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"log.{key}: needs the package {package} (pip install {package})")
     if log.tags is not None and not run_tags(log.tags):
         raise ConfigError(f"log.tags: {log.tags!r} has no tag; write them with commas, such as red,blue")
-    for tracker in asked_trackers(log):
-        package = TRACKER_PACKAGES[tracker]
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"log.{tracker}: needs the package {package} (pip install {package})")
     if log.alert_command is not None:
         split_alert_command(log.alert_command)
 

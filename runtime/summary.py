@@ -5,11 +5,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from runtime.lines import Rows, read_metrics
+from runtime.lines import ALL_STEPS, Rows, read_metrics
 
 SUMMARY_FILE = "summary.json"
 MS_OF_MINUTE = 60_000
-EVERY_STEP = 1 << 40  # more than any run has, so that sums cover all steps
 
 
 def write_summary(folder: Path, **facts: object) -> None:
@@ -26,7 +25,7 @@ def summarize_metrics(folder: Path) -> dict[str, Any]:
     Medians are over steps, without the first step of each process, which compiles and connects. A value is
     None if no row has one.
     """
-    steps, validations = read_metrics(folder, max_steps=EVERY_STEP)
+    steps, validations = read_metrics(folder, max_steps=ALL_STEPS)
     last = steps[-1] if steps else {}
     trained = [row for row in steps if row.get("targets") != 0]  # older runs lack the field
     measured = [row for row in validations if row["val_loss"] is not None]

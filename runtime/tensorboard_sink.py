@@ -4,32 +4,24 @@ Its writer has its own thread, so put() only copies a few numbers. A resumed run
 after the checkpoint (purge_step), and a rewound run what it wrote about later steps. So the curves agree with
 metrics.jsonl.
 """
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from config import ConfigError
 from config.reading import flatten_tree
-from runtime.sinks import Values, ending
+from runtime.sinks import Sink, Values, ending
 
 FLUSH_SECONDS = 10  # between writes to disk
 
 
-def check_tensorboard() -> None:
-    """Raise ConfigError if the package is not installed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("log.tensorboard: needs the package tensorboard (pip install tensorboard)")
-
-
-class TensorboardSink:
+class TensorboardSink(Sink):
     """TensorBoard sink. start_step: the step to resume from. tree: the resolved config as plain data."""
+    title = "TensorBoard"
 
     def __init__(self, run_dir: Path, tree: Values, start_step: int) -> None:
-        self.trouble: str | None = None
-        self.warned = False
+        super().__init__()
         self.writer: Any = None
         self.attempt(lambda: self.open(Path(run_dir) / "tensorboard", tree, start_step))
 
@@ -68,9 +60,6 @@ class TensorboardSink:
             self.writer.add_image(name, pixels, step, dataformats="HWC")
         self.attempt(write)
 
-    def checkpoint(self, step: int, folder: Path, files: list[Path]) -> None:
-        """Do nothing: TensorBoard does not track checkpoints."""
-
     def rewind(self, step: int) -> None:
         """Hide what was written about later steps, as a resumed run does."""
         def write() -> None:
@@ -79,12 +68,6 @@ class TensorboardSink:
             log = messages.SessionLog(status=messages.SessionLog.START)
             self.writer.file_writer.add_event(messages.Event(step=step + 1, session_log=log))
         self.attempt(write)
-
-    def warning(self) -> str | None:
-        if self.warned or not self.trouble:
-            return None
-        self.warned = True
-        return f"TensorBoard: {self.trouble}; training continues without it, metrics.jsonl has everything"
 
     def close(self, code: int, closing_line: str) -> None:
         def write() -> None:

@@ -33,6 +33,7 @@ from config import Config, ConfigError
 from config.command_line import CommandParser
 from config.reading.layout import RequestedLayout
 from data.blend import parse_blend
+from data.harness import EvaluationModel, run_tasks
 from data.loader import BatchLoader, check_path, open_loader
 from data.raw import is_raw_file
 from data.task_files import ScoredTask, read_tasks
@@ -44,7 +45,6 @@ from model.rope import rope_switches
 from parallel.microbatch import Microbatch
 from runtime.evaluate import loss_report
 from runtime.failure import exit_process, fail_cleanly
-from runtime.tasks import EvaluationModel, run_tasks
 
 SECONDS_BETWEEN_LINES = 10.0  # interval of progress lines
 BATCHES_PER_STAGE = 4  # in flight in a pipeline, so that it idles at most a fifth of the time
@@ -268,6 +268,8 @@ def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, tasks: list[Scor
     names = [task for task in args.tasks if not is_path(task)]
     if names:
         model = evaluation_model(run, args)
+        # lm-eval must not fork for its standard errors: a fork of a process with torch's threads can deadlock
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")
         with mute_other_ranks(run):
             results |= run_tasks(names, model, shots=args.shots, limit=args.limit, folder=args.task_folder)
 
@@ -287,23 +289,18 @@ def evaluation_model(run: TrainedModel, args: argparse.Namespace) -> EvaluationM
     prompts, tok = run.prompts, run.tokenizer
     bare = replace(prompts, start=None)
 
-    def logits(tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=run.device).expand_as(tokens)
-        return run.logits(tokens.to(run.device), positions, cache=None, position=None)
-
     def write(ids: list[int], max_new: int) -> Iterator[int]:
         return generate(run.logits, ids, max_new, temperature=0, stops=prompts.stops, vocab=tok.vocab,
                         switches=rope_switches(run.cfg.model), device=run.device)
 
     return EvaluationModel(
-        logits=logits,
+        score=run.score,
         write=write,
         encode=lambda text: prompts.document(text, args.special),
         encode_bare=lambda text: bare.document(text, args.special),
         decode=tok.decode,
         before_text=prompts.before_text,
         context=run.cfg.model.context,
-        batch=args.micro_batch or run.cfg.train.micro_batch,
     )
 
 

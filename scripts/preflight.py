@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.disk.files import drop_page_cache
+from checkpoint.run_folder import check_token, remove_token, write_token
 from config import ConfigError
 from config.command_line import CommandParser
 from config.terminal import output_width, table_lines
@@ -46,7 +47,6 @@ from durable.script_job import ScriptJob, script_job
 from parallel.wire import comm
 from parallel.wire.comm import Group
 from runtime.failure import REPLICAS_DIFFER, STORAGE_FAILED, exit_process, fail_cleanly
-from runtime.folder import check_token, remove_token, write_token
 from runtime.setup import rank_and_world
 
 MIB, GIB = 2**20, 2**30

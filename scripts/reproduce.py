@@ -28,9 +28,8 @@ from data.indexed import IndexedDataset
 from data.raw import ENDS, RawShards
 from data.tokenizer import load_tokenizer
 from runtime.failure import fail_cleanly
-from runtime.lines import read_metrics
+from runtime.lines import ALL_STEPS, read_metrics
 
-EVERY_STEP = 1 << 40  # more than a run has
 DIGITS = 12  # of a fingerprint in a message
 RESUME = "checkpoint.resume"  # each start may resume from another checkpoint of the run
 DIFFERENT = 1  # exit code: the losses differ
@@ -240,7 +239,7 @@ def command_words(record: Tree, tree: Path, out: Path) -> list[str]:
 def compare_losses(first: Path, again: Path) -> int:
     """Print whether the losses of two runs are bitwise equal, and return the exit code."""
     old, new = (
-        {row["step"]: row["loss"] for row in read_metrics(folder, EVERY_STEP)[0]} for folder in (first, again)
+        {row["step"]: row["loss"] for row in read_metrics(folder, ALL_STEPS)[0]} for folder in (first, again)
     )
     steps = sorted(old.keys() & new.keys())
     if not steps:

@@ -31,6 +31,7 @@ from config.command_line import CommandParser
 from config.reading import resolve
 from config.reading.schedules import plan_pipeline
 from config.terminal import output_width, wrapped
+from durable.pool import WorkerPool
 from parallel.microbatch import Microbatch
 from parallel.pipeline import executor as pipeline
 from parallel.pipeline.schedule import (
@@ -50,7 +51,6 @@ from plan.count import parameters
 from plan.plot import draw, text
 from plan.simulate import PEAKS, Span, Timeline, closed_form, share, simulate, simulate_on_lanes
 from runtime.failure import fail_cleanly
-from runtime.pool import WorkerPool
 from runtime.run import TrainingRun
 
 Result = TypeVar("Result")

@@ -45,7 +45,7 @@ if sys.platform == "linux":
     zygote.ForkingPopen.install()
 
 from config import ConfigError, provenance
-from runtime.pool import WorkerPool
+from durable.pool import WorkerPool
 
 torch.set_num_threads(1)
 DETERMINISM = torch.get_deterministic_debug_mode()
@@ -162,7 +162,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(n): a warm pool of n gloo ranks, one for the whole run of tests (runtime/pool.py)."""
+    """ranks(n): a warm pool of n gloo ranks, one for the whole run of tests (durable/pool.py)."""
     pools = {}
 
     def pool(n: int) -> WorkerPool:

@@ -625,7 +625,7 @@ def run(command: Command, folder: pathlib.Path) -> tuple[int, str]:
     return run_in_fork(words, folder) if main is None else run_here(main, words[3:], folder)
 
 
-# Programs that start ranks run in this process, whose server of ranks is warm (runtime/pool.py).
+# Programs that start ranks run in this process, whose server of ranks is warm (durable/pool.py).
 WITH_RANKS = {"scripts.verify": lab.proof.verify.command.main, "scripts.schedule": scripts.schedule.main}
 
 

@@ -217,8 +217,8 @@ def test_places_whose_devices_multiply_wrongly_are_left_out(tmp_path, words, tru
 SMALL_DEVICE = """
 import runpy, sys
 sys.path.insert(0, ".")
+from durable import start_layout
 from plan.elastic import RankDevice
-from runtime import start_layout
 
 start_layout.rank_device = lambda device: RankDevice("NVIDIA A100", {memory})
 runpy.run_path("train.py", run_name="__main__")

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from test_resume import run
 
 import train
+from checkpoint import run_folder as run_folders
 from checkpoint.disk import store
 from checkpoint.disk.folder import index_bytes, seal_index
 from checkpoint.trained import load_run
 from config import ConfigError
-from runtime import folder as run_folders
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from kernels import grouped_gemm, triton_
 from model.sharding import parallel_dims
 from optim.clip import clip_factor
 from parallel.context.zigzag import shard_batch
+from parallel.extras import StepResult
 from parallel.microbatch import Microbatch
 from parallel.sharding import spec
 from parallel.topology.mesh import Mesh
@@ -130,9 +131,9 @@ def test_logging_a_step_does_not_wait(monkeypatch, tmp_path):
     log = MetricsLogger(tmp_path, cfg, env, steps=9, flops_per_token=1.0, start_step=1)
     loss, is_good = torch.zeros((), device=META), torch.zeros((), device=META, dtype=torch.bool)
     for step in (3, 4):
-        numbers = {"loss": loss, "grad_norm": loss, "is_good": is_good, "num_targets": loss}
+        result = StepResult(loss, loss, is_good, loss)
         with NoLists(), NoWaiting():
-            flags = log.log_step(step, **numbers, learning_rate=0.1, data_seconds=0.0, seconds=1.0)
+            flags = log.log_step(step, result, learning_rate=0.1, data_seconds=0.0, seconds=1.0)
         assert flags == []
 
 

@@ -17,11 +17,11 @@ from checkpoint.disk import store
 from checkpoint.disk.saver import CheckpointSaver
 from config.reading.tiny import tiny_config
 from config.tree import with_values
+from durable.pool import WorkerPool
 from model.sharding import parallel_dims
 from parallel.sharding.boxes import Box
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
-from runtime.pool import WorkerPool
 from train import train_step
 
 BOUND = 1e-9  # relative, in fp64

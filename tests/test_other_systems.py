@@ -20,6 +20,7 @@ from config.provenance import checkout_files
 from config.reading import resolve
 from config.reading.schedules import plan_pipeline
 from kernels import rope
+from parallel.extras import StepResult
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
 from runtime import evaluate, setup
@@ -33,7 +34,7 @@ ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before 
     "lab/benchmarks/watching.py": {"pthread_getcpuclockid"},
     "checkpoint/disk/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
     "runtime/processes.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
-    "runtime/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
+    "durable/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
 }
 
 
@@ -182,11 +183,10 @@ def test_what_the_gpu_of_a_mac_reports(monkeypatch, tmp_path, capsys):
     env = LaunchEnv(device=torch.device("mps"))
     log = MetricsLogger(tmp_path, cfg, env, steps=3, flops_per_token=1.0)
     log.header((1, 1), "x")
-    numbers = {"loss": torch.tensor(2.5), "grad_norm": torch.tensor(0.5), "is_good": torch.tensor(True)}
-    numbers["num_targets"] = torch.tensor(16)
+    result = StepResult(torch.tensor(2.5), torch.tensor(0.5), torch.tensor(True), torch.tensor(16))
     with NoDoubles():
         for step in (1, 2, 3):
-            log.log_step(step, **numbers, learning_rate=0.1, data_seconds=0.0, seconds=9.0)
+            log.log_step(step, result, learning_rate=0.1, data_seconds=0.0, seconds=9.0)
     log.close()
     rows = run_folder.rows(tmp_path)
     assert [(row["loss"], row["grad_norm"], row["skipped"], row["mem_gib"]) for row in rows] == 3 * [

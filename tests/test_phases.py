@@ -26,11 +26,11 @@ from config.tree import with_values
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
+from durable.advice import advised_on_memory
 from lab.proof.verify.trial import prove
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from plan.advice import holdings
-from runtime.advice import advised_on_memory
 from scripts.plan import phase_to_plan
 
 ENDS = (3, 6)  # the last steps of the first two phases

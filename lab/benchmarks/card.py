@@ -39,9 +39,8 @@ from lab.benchmarks.process import Outcome, Task, last_error_line, run_task, ter
 from lab.benchmarks.shape import Shape
 from lab.benchmarks.travel import describe_peers, travel_line
 from plan.count import flops_per_token
-from plan.job import make_rank_job
+from plan.job import make_rank_job, peak_flops_of_gpu
 from plan.memory import peak_activation_bytes, state_bytes
-from runtime.setup import peak_flops_of_gpu
 
 HELP = "cuda: the large models on one GPU (lab/benchmarks/card.py says how)"
 RESERVE_S = 8.0  # for the table, and for cleanup after a killed process

@@ -26,9 +26,9 @@ from lab.benchmarks.interpreted import interpret_kernels
 from lab.benchmarks.jobs import ForkedJob, Report, begin_again_if_lost
 from lab.benchmarks.process import last_error_line
 from lab.benchmarks.shape import Shape
+from plan.job import peak_flops_of_gpu
 from plan.record.launches import CHIPS, Chip
 from plan.record.rates import Work
-from runtime.setup import peak_flops_of_gpu
 
 ROOT = Path(__file__).parents[2]
 MEMORY_SHARE = 0.9  # of the GPU, for all concurrent jobs

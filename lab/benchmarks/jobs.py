@@ -5,7 +5,6 @@ own time: the row in progress is reported as failed, and a new process continues
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -21,9 +20,9 @@ from pathlib import Path
 import torch
 
 from lab.benchmarks.process import last_error_line
+from runtime.processes import die_with_parent
 
 POLL_S = 0.05
-PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 OUT_OF_MEMORY = "out of memory"
 Report = Callable[..., None]
 
@@ -51,13 +50,6 @@ class JobPlace:
 
     context: BaseContext
     logs: Path
-
-
-def die_with_parent() -> None:
-    """Let Linux kill this process when its parent dies, for whatever reason."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_in_child(job: ForkedJob, done: frozenset[str], messages: str, log: str) -> None:

@@ -39,6 +39,7 @@ from model.flops import keys_of_layers
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from plan.count import flops_per_token, parameters
+from plan.job import peak_flops_of_gpu
 from plan.record.launches import CHIPS, Chip, Recorder, simulated_gpu, without_initial_weights
 from plan.record.rates import (
     ASSUMED,
@@ -56,7 +57,6 @@ from plan.record.rates import (
 )
 from plan.record.role import RoleRecord, microbatch, record_steps, training_program
 from plan.record.work import PARTS, Facts, JudgedLaunch, judge
-from runtime.setup import peak_flops_of_gpu
 from train import train_step
 
 GIGA = 1e9

@@ -7,6 +7,7 @@ import shlex
 from functools import partial
 
 from config import ConfigError
+from config.exit_codes import NON_FINITE
 from config.terminal import output_width
 from durable.programs import Programs
 from lab.scaling import figures
@@ -53,7 +54,6 @@ from lab.scaling.systems import (
 from plan.cost import cluster
 from plan.efficiency import get_efficiency
 from plan.machine import read_machine
-from runtime.guard import NonFiniteLoss
 from runtime.setup import pick_device
 
 # ---- sweep -------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def run_sweep_cell(sweep: Sweep, run: SweepRun, args: argparse.Namespace, progra
     output = args.out / f"{run.name}.log"
     if read_curve(run, args.out) is None:
         code = programs.train(sweep_arguments(sweep, run, args.out, args.ranks), args.ranks, output)
-        if code not in (0, NonFiniteLoss.exit_code):
+        if code not in (0, NON_FINITE):
             say(f"{run.name}: ended with code {code}; {output} says why")
             return code
     curve = read_curve(run, args.out)

@@ -137,7 +137,7 @@ class World:
     def close_separate_groups(self) -> None:
         """Close the groups of separate_group; no rank may still use one.
 
-        For a process that runs one job after another (runtime/pool.py): an idle gloo group wakes up 100
+        For a process that runs one job after another (durable/pool.py): an idle gloo group wakes up 100
         times a second, and 150 of them in each of 8 ranks took more than one and a half cores.
         """
         while self.separate_handles:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config import ConfigError
+from config.numbers import short_number
 from config.plots import font_names, new_figure, save_figure, set_open_frame, text_style
 from plan.points import Array
-from runtime.console import short_number
 from scripts.compare.groups import SeedStudy
 from scripts.compare.runs import (
     HIDDEN_SHARE,

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from config.numbers import short_number
 from config.terminal import table_lines
 from plan.points import Array
-from runtime.console import short_number
 from scripts.compare.seeds import (
     SeedMean,
     mean_curve,

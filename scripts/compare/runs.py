@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from config import Config, ConfigError, Tree, as_number, provenance
+from config.numbers import short_number
 from config.plots import INK, new_figure, plain_text, set_open_frame
 from config.reading import Phase, Phases, flatten_tree, get_phases, resolve, shuffle_span
 from config.terminal import table_lines
 from config.tree import plain_data, value_at
 from plan.count import flops_per_token, parameters
 from plan.points import SMOOTHING, Array, smoothed
-from runtime.console import short_number
 from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
 from runtime.lines import NAME as METRICS_FILE
 from runtime.lines import Rows, is_missing, read_metrics

@@ -14,8 +14,7 @@ from lab.proof.verify.overrides import CELL_WORDS
 from model.describe import mesh_of_one_stage
 from model.sharding import parallel_dims
 from parallel.topology.dims import FACTORIZATIONS, GROUP_AXES, ParallelDims, min_world_size
-from plan import auto
-from runtime import metrics
+from plan import auto, count
 
 WORLD = 8
 
@@ -44,7 +43,7 @@ def test_an_axis_is_known_to_all_that_name_a_layout(axis):
     assert {word, f"dp{dims.dp_shard}"} <= set(words(values | degrees, WORLD))
     assert word in auto.layout_text(cfg, WORLD).split()
     assert word in CELL_WORDS[f"parallel.{axis.key}"]
-    assert axis.key == "dp_rep" or f"{axis.word} 2 " in metrics.layout_text(cfg, WORLD)
+    assert axis.key == "dp_rep" or f"{axis.word} 2 " in count.layout_line(cfg, WORLD)
     assert axis.key == "dp_rep" or word in dims.to_text()
 
 

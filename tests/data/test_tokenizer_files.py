@@ -6,13 +6,13 @@ import pytest
 from prepared_data import byte_level_bpe, prepare_rows
 from ranks import MODEL, job
 
+from checkpoint.run_folder import refuse_links
 from config import ConfigError
 from data import tokenizer_files
 from data.chat import PlainChat, chat_format
 from data.conversation import BadConversation, read_conversation
 from data.prompts import Prompts
 from data.tokenizer import load_tokenizer
-from runtime.folder import refuse_links
 
 FILE, MORE, CONFIG = "chat_template.jinja", "additional_chat_templates/{}.jinja", "tokenizer_config.json"
 PROCESSOR, LEGACY = "processor_config.json", "chat_template.json"

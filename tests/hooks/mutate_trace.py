@@ -3,7 +3,7 @@ maps one file and sets one byte a function.
 
 The file `hits` starts with a 4-byte number, the index of the running test (0: none yet), followed by a row of
 bytes for each test. Ranks that are forked, spawned or killed all write to the same pages, so nothing is lost
-when a process dies, and a rank that serves many tests (runtime/pool.py) reads the index at every call.
+when a process dies, and a rank that serves many tests (durable/pool.py) reads the index at every call.
 """
 
 import json

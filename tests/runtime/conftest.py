@@ -5,6 +5,7 @@ import torch
 
 from config.reading import defaults
 from config.tree import with_values
+from parallel.extras import StepResult
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
 
@@ -46,8 +47,8 @@ def feed():
             value = torch.tensor(loss(step), dtype=torch.float32)
             flags.append(
                 m.log_step(
-                    step, loss=value, grad_norm=value * 2, is_good=torch.isfinite(value),
-                    num_targets=torch.tensor(16), learning_rate=1e-3, seconds=0.5, data_seconds=0.1,
+                    step, StepResult(value, value * 2, torch.isfinite(value), torch.tensor(16)),
+                    learning_rate=1e-3, seconds=0.5, data_seconds=0.1,
                 )
             )
         return flags

@@ -20,6 +20,7 @@ from config.pattern import BlockVariant
 from config.reading import defaults
 from model.mlp import MLPConfig
 from model.router import ExpertsConfig
+from parallel.extras import StepResult
 from runtime import experts
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 
@@ -167,8 +168,8 @@ def test_metrics_have_the_load_of_experts(metrics, tmp_path, cfg):
     for step in range(1, 5):
         one = torch.tensor(1.0)
         m.log_step(
-            step, loss=one, grad_norm=one, is_good=one > 0, num_targets=torch.tensor(16), learning_rate=1.0,
-            seconds=1.0, data_seconds=0.0, router_stats=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))),
+            step, StepResult(one, one, one > 0, torch.tensor(16)), learning_rate=1.0, seconds=1.0,
+            data_seconds=0.0, router_stats=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))),
         )
     m.flush()
     m.close()

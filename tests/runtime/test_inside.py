@@ -15,6 +15,7 @@ from ranks import MODEL, corpus, job
 import train
 from config.tree import with_values
 from model.inside import statistics_of
+from parallel.extras import StepResult
 from runtime.inside import inside_png, read_inside, sink_name
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
@@ -125,9 +126,9 @@ def feed(log, cfg, steps, value=float):
     names = statistics_of(cfg.model)
     for step in steps:
         one = torch.ones(())
-        numbers = {"loss": one, "grad_norm": one, "is_good": one > 0, "num_targets": 16 * one}
+        result = StepResult(one, one, one > 0, 16 * one)
         vector = torch.full((len(names),), value(step), dtype=torch.float64) if step % 2 == 0 else None
-        log.log_step(step, **numbers, learning_rate=0.1, seconds=1.0, data_seconds=0.0, inside=vector)
+        log.log_step(step, result, learning_rate=0.1, seconds=1.0, data_seconds=0.0, inside=vector)
 
 
 def test_steps_that_are_trained_again_are_there_once(tmp_path, cfg):

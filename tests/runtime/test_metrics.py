@@ -9,9 +9,11 @@ import run_folder
 import torch
 
 from config.tree import with_values
+from parallel.extras import StepResult
 from runtime import metrics as module
 from runtime.lines import read_metrics
 from runtime.setup import LaunchEnv
+from runtime.sinks import Sink
 
 KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "targets", "step_ms", "data_ms", "comm_exposed_ms",
@@ -22,10 +24,8 @@ KEYS = [
 def log_step(m, step, loss=None, *, is_good=True, seconds=1.0, **more):
     """A step of 16 targets, whose gradient norm is its loss."""
     loss = torch.ones(()) if loss is None else loss
-    numbers = {"loss": loss, "grad_norm": loss, "num_targets": torch.tensor(16), "learning_rate": 1e-3}
-    return m.log_step(
-        step, **numbers, is_good=torch.tensor(is_good), seconds=seconds, data_seconds=0.0, **more
-    )
+    result = StepResult(loss, loss, torch.tensor(is_good), torch.tensor(16))
+    return m.log_step(step, result, learning_rate=1e-3, seconds=seconds, data_seconds=0.0, **more)
 
 
 def test_one_line_a_step_with_exactly_these_keys(metrics, feed, tmp_path):
@@ -232,6 +232,16 @@ def test_a_full_disk_does_not_stop_training(metrics, feed, tmp_path, capsys, mon
     assert "10 records dropped" in out
 
 
+def test_fields_of_others_are_in_the_next_row_though_steps_are_read_together(metrics, feed, tmp_path):
+    m = metrics()
+    feed(m, 1, 1)
+    m.add_fields(1, {"slow_rank": 1})
+    feed(m, 2, 2)  # not read before step 4
+    m.add_fields(2, {})
+    feed(m, 3, 10)
+    assert [row["step"] for row in run_folder.rows(tmp_path) if row.get("slow_rank") == 1] == [2]
+
+
 def test_stdout_that_is_gone_does_not_stop_training(metrics, feed, monkeypatch, tmp_path):
     class Gone:
         def write(self, text):
@@ -273,6 +283,7 @@ def test_closing_never_raises(metrics, feed, monkeypatch, capsys):
     m = metrics()
     feed(m, 1, 2)
     monkeypatch.setattr(m, "read_pending", lambda: 1 / 0)
+    m.sinks.append(Sink())
     monkeypatch.setattr(m.sinks[0], "close", lambda code, line: 1 / 0)
     m.close("told to stop")
     out = capsys.readouterr().out
@@ -322,10 +333,7 @@ def test_a_step_costs_microseconds(metrics, tmp_path):
     one, took = torch.ones(()), []
     for step in range(2, 1002):
         begun = time.perf_counter()
-        m.log_step(
-            step, loss=one, grad_norm=one, is_good=one, num_targets=one, learning_rate=1e-3, seconds=1.0,
-            data_seconds=0.0,
-        )
+        m.log_step(step, StepResult(one, one, one, one), learning_rate=1e-3, seconds=1.0, data_seconds=0.0)
         took.append(time.perf_counter() - begun)
     print("median us", 1e6 * statistics.median(took), "mean us", 1e6 * statistics.mean(took))
     assert statistics.median(took) < 1e-3

@@ -13,8 +13,8 @@ from waiting import has_ended, wait_until
 import start
 from config import ConfigError
 from config.tree import with_values
+from parallel.extras import no_fault
 from runtime import processes, setup
-from runtime.fault_points import no_fault
 from runtime.setup import LaunchEnv
 
 

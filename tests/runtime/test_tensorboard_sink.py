@@ -8,11 +8,11 @@ from waiting import wait_until
 
 import config
 import train
-from config import ConfigError
-from runtime import tensorboard_sink
+from config import ConfigError, LogConfig
 from runtime.lines import read_metrics
 from runtime.plot import LivePicture, loss_png
-from runtime.tensorboard_sink import TensorboardSink, check_tensorboard
+from runtime.sinks import check_reports
+from runtime.tensorboard_sink import TensorboardSink
 
 SMALL = (
     "--model.preset llama-mini --model.layers 1 --model.hidden 32 --model.mixer.heads 2 "
@@ -63,9 +63,9 @@ def test_a_run_and_its_resume(tmp_path, capsys, whole_runs):
 
 
 def test_without_the_package_nothing_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensorboard_sink.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="log.tensorboard: needs the package tensorboard"):
-        check_tensorboard()
+        check_reports(LogConfig(tensorboard=True))
     with pytest.raises(ConfigError, match="log.tensorboard"):
         run(tmp_path, "--train.steps", "1")
     assert not (tmp_path / "r").exists()

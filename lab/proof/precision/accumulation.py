@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from config import ChannelMixer, Config
+from durable.pool import WorkerPool
 from lab.proof.precision.errors import U32, BoundedError
 from lab.proof.precision.job import single_process
 from lab.proof.precision.recorded_run import train_and_record
 from model.router import ExpertsConfig, with_mlps
-from runtime.pool import WorkerPool
 
 LOSS_SCALE = 2.0**13
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from config import OPTIMIZERS, ConfigError
+from durable.pool import last_line
 from lab.proof.precision.bounds import gradient_error
 from lab.proof.precision.cells import LAYOUTS, Cell, check_model, choose_cells
 from lab.proof.precision.errors import BoundedError
@@ -13,7 +14,6 @@ from lab.proof.precision.job import FP16_STEPS, LEARNING_RATES, STEPS, precision
 from lab.proof.precision.kernel_statistics import kernel_errors
 from lab.proof.precision.prover import Prover, Verdict
 from lab.proof.verify.overrides import Overrides, check_reached
-from runtime.failure import last_line
 
 SUMS = (("bf16", 0), ("fp16", 1), ("fp8", 2), ("bf16", 3))  # (dtype, ZeRO stage) of the accumulation checks
 

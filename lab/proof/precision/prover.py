@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import Config
+from durable.pool import WorkerPool
 from lab.proof.precision.accumulation import accumulation_errors
 from lab.proof.precision.cells import Cell
 from lab.proof.precision.errors import BoundedError
@@ -14,7 +15,6 @@ from lab.proof.precision.row_errors import row_errors
 from lab.proof.precision.single_run import digit_errors, norm_errors, unmoved_matrices, update_errors
 from lab.proof.precision.two_runs import compare_runs
 from lab.proof.verify.overrides import Overrides
-from runtime.pool import WorkerPool
 
 Verdict = tuple[list[str], list[BoundedError]]  # (outright errors, every number with its bound)
 

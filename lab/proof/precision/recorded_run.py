@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from config import Config
+from durable.pool import WorkerPool
 from lab.proof.precision.errors import Tensors
 from lab.proof.precision.recorder import FlatPart, record_run, same_bits
 from parallel.wire.world import World
-from runtime.pool import WorkerPool
 
 Parts = list[tuple[list[FlatPart], Tensor]]  # (places, flat tensor) for every rank and bucket
 

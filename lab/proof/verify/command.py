@@ -45,6 +45,7 @@ from config.reading import dotted_overrides
 from config.reading.kinds import every_path
 from config.reading.schedules import plan_pipeline
 from config.terminal import hanging_lines, output_width
+from durable.pool import WorkerPool, last_line
 from lab.proof import lattice, mup, precision
 from lab.proof.lattice import Lattice, Values
 from lab.proof.verify.cells import chosen, words
@@ -60,8 +61,6 @@ from lab.proof.verify.overrides import (
 from lab.proof.verify.table import support_table, write_table
 from lab.proof.verify.tiny_config import LAST, tiny_config
 from lab.proof.verify.trial import BOUND, Deviation, make_references, prove, single_process
-from runtime.failure import last_line
-from runtime.pool import WorkerPool
 
 __all__ = ["chosen", "main", "part_of", "prove", "tiny_config", "words"]
 

@@ -13,10 +13,10 @@ import train
 from config import Config
 from model.context import GenerationCache
 from model.generate import LogitsOf, generate
+from parallel.extras import FaultHook
 from parallel.wire.world import World
 from runtime import closing, evaluate
 from runtime.experts import ExpertLoadMap
-from runtime.fault_points import FaultHook
 from runtime.setup import LaunchEnv
 from runtime.stop import SIGNALS
 

@@ -30,6 +30,7 @@ from config.exit_codes import STOPPED_EARLY
 from config.reading import get_phases
 from config.reading.tiny import SAVED
 from data.loader import BatchLoader
+from durable.pool import WorkerPool
 from kernels import cross_entropy, partial_attention
 from lab.proof.lattice import TRUNK_STEPS
 from lab.proof.rounded_rows import rounded_rows
@@ -51,7 +52,6 @@ from parallel.wire.lanes import LaneLog, PostedExchange, Wait
 from parallel.wire.strict import StrictMode
 from parallel.wire.world import World
 from plan.record.check import check
-from runtime.pool import WorkerPool
 from runtime.run import TrainingRun
 
 BOUND = 1e-9  # allowed relative error

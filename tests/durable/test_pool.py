@@ -1,4 +1,4 @@
-"""A warm pool (runtime/pool.py) is as fast for its last job as for its first, and names how a rank
+"""A warm pool (durable/pool.py) is as fast for its last job as for its first, and names how a rank
 died."""
 
 import os

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from config import ConfigError
-from runtime import tasks
-from runtime.tasks import EvaluationModel, run_tasks
+from data import harness
+from data.harness import EvaluationModel, run_tasks
+from data.task_scores import score_rows
+from kernels.cross_entropy import IGNORE_INDEX
 
 VOCAB, CONTEXT, EOD = 128, 16, 0
 
@@ -31,15 +33,21 @@ def write(ids, most):
 
 
 def speaker(batch=1):
+    def forward(tokens, targets):
+        counted = targets != IGNORE_INDEX
+        predicted, wanted = causal(tokens)[counted].log_softmax(-1), targets[counted]
+        hits = (predicted.argmax(-1) == wanted).double()
+        return torch.stack((predicted.gather(1, wanted[:, None])[:, 0], hits))
+
     return EvaluationModel(
-        causal,
+        lambda rows: score_rows(
+            rows, forward, batch_tokens=batch * CONTEXT, device=torch.device("cpu")),
         write,
         lambda text: list(text.encode()),
         lambda text: list(text.encode()),
         lambda ids: bytes(ids).decode("ascii", "replace"),
         EOD,
         CONTEXT,
-        batch,
     )
 
 
@@ -106,14 +114,14 @@ def test_a_machine_without_a_network_is_told_in_one_line(monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("Couldn't reach 'allenai/ai2_arc' on the Hub (LocalEntryNotFoundError)\nmore")
 
-    harness, of_tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
-    harness.simple_evaluate = unreachable
+    package, of_tasks = types.ModuleType("lm_eval"), types.ModuleType("lm_eval.tasks")
+    package.simple_evaluate = unreachable
     of_tasks.TaskManager = lambda include_path: types.SimpleNamespace(match_tasks=list)
-    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setitem(sys.modules, "lm_eval", package)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", of_tasks)
-    monkeypatch.setattr(tasks, "harness_model", lambda speaker: None)
+    monkeypatch.setattr(harness, "harness_model", lambda speaker: None)
     with pytest.raises(ConfigError, match="^--tasks: lm-eval cannot read the data of arc_easy .Couldn't"):
-        tasks.run_tasks(["arc_easy"], None)
+        run_tasks(["arc_easy"], None)
 
 
 @pytest.mark.skipif(

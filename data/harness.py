@@ -1,7 +1,8 @@
 """Run tasks of lm-evaluation-harness (optional package lm-eval) on a trained model: scripts.evaluate --tasks.
 
-The harness provides prompts, answers and metrics. It needs three things from a model, all functions of the
-logits: the likelihood of a continuation given a context, the likelihood of a whole text, and greedy text.
+The harness provides prompts, answers and metrics. It needs three things from a model: the likelihood of a
+continuation given a context, the likelihood of a whole text, and greedy text. Likelihoods are those of
+task_scores.py.
 """
 import contextlib
 import sys
@@ -10,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from config import ConfigError
-from runtime.setup import keep_harness_in_one_process
+from data.task_scores import Score, TextRow
 
 Pair = tuple[Sequence[int], Sequence[int]]  # ids of (context, continuation)
 TextRequest = tuple[str, Sequence[str], int]  # (prompt, stops, maximum new tokens)
 MAX_NEW_TOKENS = 256  # if a task sets no limit
+EMPTY = Score(0.0, True, 0.0)  # of no continuation
 BOOTSTRAP_SAMPLES = 2000  # for standard errors with an error of 1.6 %
 
 
@@ -26,19 +26,18 @@ BOOTSTRAP_SAMPLES = 2000  # for standard errors with an error of 1.6 %
 class EvaluationModel:
     """The parts of a model that the harness needs.
 
-    logits: tokens [b, s], b at most `batch` -> [b, s, vocab]. write: (prompt ids, count) -> greedy new ids,
-    one by one. encode: text -> ids, with the model's start token if it has one. encode_bare: the same
-    without it. before_text: the id that stands for an empty context. context: the maximum sequence length.
+    score: rows with an answer -> their scores. write: (prompt ids, count) -> greedy new ids, one by one.
+    encode: text -> ids, with the model's start token if it has one. encode_bare: the same without it.
+    before_text: the id that stands for an empty context. context: the maximum sequence length.
     """
 
-    logits: Callable[[Tensor], Tensor]
+    score: Callable[[Sequence[TextRow]], list[Score]]
     write: Callable[[list[int], int], Iterator[int]]
     encode: Callable[[str], list[int]]
     encode_bare: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     before_text: int
     context: int
-    batch: int = 1
 
     def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
         """Return for each pair the continuation's log-likelihood in nats, and whether it is the greedy one.
@@ -50,27 +49,20 @@ class EvaluationModel:
         if longest > self.context:
             raise ConfigError(f"--tasks: an answer of {longest} tokens is longer than the model's context of "
                               f"{self.context}; choose another task")
-        rows = [self.join(pair) for pair in pairs]
         warn_cut(len(pairs), sum(len(before) + len(after) > self.context + 1 for before, after in pairs))
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-
-        # longest first: batches have rows of similar length, and the first batch needs the most memory
-        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-        for start in range(0, len(order), self.batch):
-            indices = order[start:start + self.batch]
-            inputs = [rows[index][:-1] for index in indices]
-            padded = pad_sequence(inputs, batch_first=True)  # padding comes after all scored tokens
-            for index, row_logits in zip(indices, self.logits(padded)):
-                num_scored = len(pairs[index][1])
-                if num_scored:
-                    results[index] = score_end(row_logits, rows[index], num_scored)
+        rows = [self.join(pair) for pair in pairs]
+        scores = iter(self.score([row for row in rows if row.num_scored]))
+        results: list[tuple[float, bool]] = []
+        for row in rows:
+            log_prob, is_likeliest, _ = next(scores) if row.num_scored else EMPTY
+            results.append((log_prob, is_likeliest))
         return results
 
-    def join(self, pair: Pair) -> Tensor:
-        """Return the last `context` + 1 ids of a context and its continuation: [n]."""
+    def join(self, pair: Pair) -> TextRow:
+        """Return the last `context` + 1 ids of a context and its continuation, which is scored."""
         before, after = pair
         ids = [*(before or [self.before_text]), *after]
-        return torch.tensor(ids[-(self.context + 1):])
+        return TextRow(torch.tensor(ids[-(self.context + 1):]), len(after), len(after))
 
     def texts_until(self, requests: Sequence[TextRequest]) -> list[str]:
         """Generate greedily after each prompt, dropping its first tokens to make room for the new ones."""
@@ -99,19 +91,6 @@ def warn_cut(num_texts: int, num_cut: int) -> None:
               file=sys.stderr)
 
 
-def score_end(logits: Tensor, row: Tensor, num_scored: int) -> tuple[float, bool]:
-    """Return the log-likelihood in nats of the last ids of a row, and whether each is the argmax.
-
-    logits [s, vocab], including padding; row [n], n - 1 <= s.
-    """
-    end = len(row) - 1
-    answer = row[-num_scored:]
-    predictions = logits[end - num_scored:end].double().cpu()  # [num_scored, vocab]
-    log_likelihood = predictions.log_softmax(-1).gather(1, answer[:, None]).sum()
-    is_likeliest = predictions.argmax(-1) == answer
-    return float(log_likelihood), bool(is_likeliest.all())
-
-
 def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = None, limit: int | None = None,
               folder: str | None = None) -> dict[str, dict[str, float]]:
     """Run the tasks and return {task: {metric: value, metric_stderr: value}}.
@@ -134,7 +113,6 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
         if not manager.match_tasks([name]):
             raise ConfigError(f"--tasks: lm-eval has no task {name!r}; lm-eval ls tasks shows what it has, "
                               f"and --task-folder adds your own")
-    keep_harness_in_one_process()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # its progress output is not a result
             found = simple_evaluate(

@@ -141,3 +141,12 @@ def rank_main(rank: int, size: int, address: str, timeout_s: float, pipe: Connec
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     leave_job()
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of the error's text, or its class name if it has no text.
+
+    In the traceback of a rank this line says what went wrong.
+    """
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from runtime.guard import NonFiniteGuard, NonFiniteLoss, all_finite
+from optim.guard import NonFiniteGuard, NonFiniteLoss, all_finite
 
 
 @pytest.mark.slow(every=2)

@@ -13,11 +13,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from config.exit_codes import NON_FINITE
+
 
 class NonFiniteLoss(RuntimeError):
     """Loss or gradient norm was not finite for too many steps in a row (exit code 77)."""
 
-    exit_code = 77
+    exit_code = NON_FINITE
 
 
 def all_finite(loss: Tensor, norm: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config import Config
+from durable.start_layout import rank_device
 from parallel.wire.world import World
 from runtime import failure
-from runtime.start_layout import rank_device
 
 ADVICE_TIMEOUT_S = 120  # for the planner's process
 
