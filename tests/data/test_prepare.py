@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from config import ConfigError, DataConfig
-from data import documents, prepare, tokenizer
+from data import documents, prepare, progress, tokenizer
 from data.indexed import IndexedDataset
 from scripts import prepare_data
 
@@ -159,7 +159,8 @@ def test_a_tokenizer_is_trained_on_no_more_text_than_it_needs(tmp_path, monkeypa
     for texts_, taken in ((["abcdef"] * 9, 2), (["abcde"] * 9, 3), (["a" * 99] * 2, 1), (["", "abc"] * 2, 2)):
         path.write_bytes(jsonl(texts_))
         (unit,) = documents.plan_units([str(path)])
-        assert len(list(prepare.training_texts([unit], "text", None))) == taken
+        job = prepare.TokenizeJob(parts="", key="text", append_eod=True, skip_bad=False)
+        assert len(list(prepare.training_texts([unit], job, None))) == taken
 
 
 def test_a_standard_library_that_has_changed_is_prepared_again(tmp_path, monkeypatch):
@@ -563,9 +564,9 @@ class Terminal(io.StringIO):
 
 def test_progress_shows_the_share_the_speed_and_the_time_left(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(prepare_data.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     for stream in (Terminal(), io.StringIO()):
-        bar = prepare_data.Progress(stream)
+        bar = progress.Progress(stream)
         for now[0], done in ((0, 0), (10, 50_000_000), (20, 100_000_000)):
             bar.show(done, 100_000_000)
         bar.end()
