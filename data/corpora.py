@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
@@ -26,6 +27,8 @@ from data.remote import RemoteError, is_url, open_folder
 HUB = "hf://datasets"
 LOCAL = "file://"
 RECORD = "corpus.json"  # in OUT
+TOKENIZER = "tokenizer"  # folder in OUT of one that is trained for it
+CORPORA, REVISIONS = "corpora", "revisions"  # options of a request that never change
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,7 @@ class CorpusFile:
 
     def piece(self) -> DocumentPiece:
         """Return the file as the input of a shard."""
-        return DocumentPiece(
-            kind="url", path=self.url, start=0, stop=0, size=self.size, version=self.version, sha256=self.sha256
-        )
+        return DocumentPiece("url", self.url, 0, 0, self.size, version=self.version, sha256=self.sha256)
 
 
 @dataclass
@@ -101,7 +102,7 @@ def chosen_corpora(words: Sequence[str], known: Mapping[str, Corpus]) -> dict[st
         except ValueError:
             raise ConfigError(f"{word}: expected NAME:WEIGHT, such as {name}:0.5") from None
         if not 0 < weights[name] <= 1:
-            raise ConfigError(f"{word}: the weight must be above 0 and at most 1; it is a share of the tokens")
+            raise ConfigError(f"{word}: the weight must be above 0 and at most 1, as a share of the tokens")
     total = sum(weights.values())
     if not math.isclose(total, 1, abs_tol=1e-6):
         raise ConfigError(f"{' '.join(words)}: the weights sum to {total:g}, not to 1")
@@ -114,24 +115,40 @@ def opened_record(
     out: Path, request: Tree, corpora: Sequence[Corpus], base: str | None, most: int | None = None
 ) -> CorpusRecord:
     """Return the record of OUT with its files where they are now: of a new one the first `most` files of each
-    corpus. Raises ConfigError if OUT is something else, or if one of its files has changed."""
+    corpus. While nothing of OUT is finished, options that say how files are read may still change. Raises
+    ConfigError if OUT is something else, or if one of its files has changed."""
     old = read_record(out)
     if old is None:
-        record = CorpusRecord(request, {each.name: listed_files(each, base, most) for each in corpora}, {})
-        out.mkdir(parents=True, exist_ok=True)
-        record.write(out)
-        return record
-    for option in sorted({*old.request, *request}):
-        before, now = old.request.get(option), request.get(option)
-        if before != now:
-            raise ConfigError(f"--out: {out} holds a corpus with {option} {shown(before)}, and {shown(now)} is "
-                              "asked for; choose another --out, or remove it")
+        old = CorpusRecord({}, {each.name: [] for each in corpora}, {})
+    else:
+        check_request(out, old, request)
+    is_same = old.request == request
     files: dict[str, list[CorpusFile]] = {}
     for corpus in corpora:
-        known = old.files[corpus.name]
-        listed = {file.path: file for file in listed_files(corpus, base, paths=[file.path for file in known])}
-        files[corpus.name] = [same_file(file, listed.get(file.path)) for file in known]
-    return replace(old, files=files)
+        known = {file.path: file for file in old.files[corpus.name]}
+        listed = listed_files(corpus, base, most, list(known) if is_same else None)
+        if is_same:
+            found = {file.path: file for file in listed}
+            files[corpus.name] = [same_file(file, found.get(path)) for path, file in known.items()]
+        else:
+            files[corpus.name] = [
+                same_file(known[file.path], file) if file.path in known else file for file in listed
+            ]
+    record = CorpusRecord(request, files, old.reports)
+    if not is_same:
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out / TOKENIZER, ignore_errors=True)
+        record.write(out)
+    return record
+
+
+def check_request(out: Path, old: CorpusRecord, request: Tree) -> None:
+    """Raise ConfigError if what is asked for cannot go into OUT."""
+    for option in sorted({*old.request, *request}) if old.reports else (CORPORA, REVISIONS):
+        before, now = old.request.get(option), request.get(option)
+        if before != now:
+            raise ConfigError(f"--out: {out} holds a corpus with {option} {shown(before)}, and {shown(now)} "
+                              "is asked for; choose another --out, or remove it")
 
 
 def listed_files(
@@ -155,8 +172,8 @@ def listed_files(
         raise ConfigError(f"{corpus.name}: cannot be listed: {error}; check the network, or give a copy with "
                           f"--from FOLDER_OR_URL, which holds {corpus.repo}/{corpus.files}") from None
     if not states:
-        raise ConfigError(f"{corpus.name}: {url} has no file {corpus.files}; give a folder or URL with --from "
-                          f"that holds {corpus.repo}/{corpus.files}")
+        raise ConfigError(f"{corpus.name}: {url} has no file {corpus.files}; give a folder or URL with "
+                          f"--from that holds {corpus.repo}/{corpus.files}")
     return [
         CorpusFile(name, f"{url}/{name}", state.size, state.version, state.sha256)
         for name, state in found.items() if state is not None

@@ -55,8 +55,8 @@ def fetch(piece: DocumentPiece, folder: str) -> tuple[Path, str]:
 
 def changed(url: str, how: str) -> str:
     """Return the message about a file that is not the one of the first listing."""
-    return (f"{url}: has changed since this corpus was first listed ({how}); give another --out for what it is "
-            "now, or --from with a copy of what it was")
+    return (f"{url}: has changed since this corpus was first listed ({how}); give another --out for what it "
+            "is now, or --from with a copy of what it was")
 
 
 def copy_path(piece: DocumentPiece, folder: str) -> Path:

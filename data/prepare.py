@@ -215,7 +215,9 @@ def prepare_corpus(
         todo = [number for number in todo if number < len(units)]
         shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
 
-        fetched_files = [file for number in range(len(units)) for file in shard_counts(job, number)["fetched"]]
+        fetched_files: list[Tree] = []
+        for number in range(len(units)):
+            fetched_files += shard_counts(job, number)["fetched"]
         if made is not None:
             made = {**made, "inputs": fetched_files + input_files(units)}
         counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
@@ -725,7 +727,8 @@ class TokenLimit:
 # ---- in-process or in workers ------------------------------------------------------------------------------
 
 def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
-                   enough: TokenLimit, progress: Progress, finished: Callable[[int], None], fault_point: FaultPoint) -> None:
+                   enough: TokenLimit, progress: Progress, finished: Callable[[int], None],
+                   fault_point: FaultPoint) -> None:
     """Make the shards `todo` one after the other, and call `finished` with the number of each."""
     total = sum(unit_size(units[number]) for number in todo)
     bytes_before = 0  # of finished units

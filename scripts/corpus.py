@@ -32,7 +32,17 @@ from config.terminal import hanging_lines, output_width, table_lines
 from data import prepare
 from data import tokenizer as tokenizers
 from data.contract import get_dtype
-from data.corpora import Corpus, CorpusRecord, chosen_corpora, opened_record, read_corpora, with_digests
+from data.corpora import (
+    CORPORA,
+    REVISIONS,
+    TOKENIZER,
+    Corpus,
+    CorpusRecord,
+    chosen_corpora,
+    opened_record,
+    read_corpora,
+    with_digests,
+)
 from data.documents import Filter
 from data.progress import Progress
 from data.remote import RemoteError
@@ -59,7 +69,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--out", metavar="OUT", help="folder for the data")
     add("--tokens", type=count, metavar="N",
         help="of all corpora together, such as 10B; whole files are read (default: all tokens)")
-    add("--files", type=int, metavar="N", help="files of each corpus at most (default: as many as are needed)")
+    add("--files", type=int, metavar="N", help="files of each corpus at most (default: as many as it takes)")
     add("--tokenizer", metavar="T",
         help="bytes, a sentencepiece .model, tokenizer.json, or their folder")
     add("--train-tokenizer", type=int, metavar="N",
@@ -121,8 +131,8 @@ def main(argv: list[str] | None = None) -> int:
 def list_corpora() -> list[str]:
     rows = [
         {"corpus": each.name, "dataset": each.repo, "revision": each.revision[:12],
-         "tokens": f"{each.tokens / 1e9:,.0f}B", "score": "yes" if each.score else "", "license": each.license,
-         "arXiv": each.source}
+         "tokens": f"{each.tokens / 1e9:,.0f}B", "score": "yes" if each.score else "",
+         "license": each.license, "arXiv": each.source}
         for each in read_corpora().values()
     ]
     return table_lines(rows, to_left={"corpus", "dataset", "revision", "score", "license", "arXiv"})
@@ -161,8 +171,8 @@ def make_data(args: argparse.Namespace, made: Tree, progress: Progress) -> Tree:
     check_scores(args, corpora)
     given = None if args.tokenizer is None else tokenizers.load_tokenizer(args.tokenizer)
     request = {
-        "corpora": " ".join(f"{name}:{weight:g}" for name, weight in weights.items()),
-        "revisions": " ".join(f"{each.repo}@{each.revision}" for each in corpora),
+        CORPORA: " ".join(f"{name}:{weight:g}" for name, weight in weights.items()),
+        REVISIONS: " ".join(f"{each.repo}@{each.revision}" for each in corpora),
         "--tokens": args.tokens, "--files": args.files,
         "--tokenizer": f"bpe-{args.train_tokenizer}" if given is None else given.fingerprint,
         "--min-score": args.min_score, "--min-characters": args.min_characters,
@@ -190,7 +200,8 @@ def make_data(args: argparse.Namespace, made: Tree, progress: Progress) -> Tree:
     path = shlex.quote(paths[0])
     if len(paths) > 1:
         path = " ".join(f"{weight:g} {shlex.quote(each)}" for weight, each in zip(weights.values(), paths))
-    prepare.write_atomically(out / "data.yaml", yaml.safe_dump({"data": {"path": path}}, width=10**6).encode())
+    keys = yaml.safe_dump({"data": {"path": path}}, width=10**6)
+    prepare.write_atomically(out / "data.yaml", keys.encode())
     return {
         "out": str(out),
         "config": str(out / "data.yaml"),
@@ -227,7 +238,7 @@ def trained_tokenizer(
     weights: dict[str, float], progress: Progress,
 ) -> str:
     """Return OUT/tokenizer, after it was trained on as much of each corpus as its weight says."""
-    folder = pathlib.Path(args.out, "tokenizer")
+    folder = pathlib.Path(args.out, TOKENIZER)
     if not folder.exists():
         texts = itertools.chain.from_iterable(
             prepare.training_texts(
@@ -260,8 +271,8 @@ def check_disk(args: argparse.Namespace, record: CorpusRecord, weights: dict[str
         needed += sum(sorted(file.size for file in files)[-args.workers:])
     free = shutil.disk_usage(args.out).free
     if needed > free:
-        raise ConfigError(f"--out: {args.out} needs at least {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
-                          "are free; free space, or give fewer --tokens or --files")
+        raise ConfigError(f"--out: {args.out} needs at least {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
+                          "GB are free; free space, or give fewer --tokens or --files")
 
 
 def make_corpus(
@@ -313,7 +324,8 @@ def summary(report: Tree) -> str:
     lines: list[str] = []
     for label, text in parts.items():
         lines += hanging_lines(f"{label:<{label_width}}", text, output_width())
-    return "\n".join([*lines, f"{'next':<{label_width}}python train.py --config {shlex.quote(report['config'])}"])
+    next_step = f"python train.py --config {shlex.quote(report['config'])}"
+    return "\n".join([*lines, f"{'next':<{label_width}}{next_step}"])
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_file(self, content: bytes, name: str) -> None:
-        headers = {"ETag": f'"{hashlib.md5(content).hexdigest()}"', "Content_Type": "application/octet-stream"}
+        tag = f'"{hashlib.md5(content).hexdigest()}"'
+        headers = {"ETag": tag, "Content_Type": "application/octet-stream"}
         wanted = self.headers.get("Range")
         if self.command == "HEAD" or wanted is None or not self.server.has_ranges:
             if self.command == "GET":

@@ -1,5 +1,5 @@
-"""scripts.corpus on a stand-in for the hosts: what it makes is what pyarrow and the tokenizers library make of
-the same files, whatever is killed on the way, and a run trains on it.
+"""scripts.corpus on a stand-in for the hosts: what it makes is what pyarrow and the tokenizers library make
+of the same files, whatever is killed on the way, and a run trains on it.
 """
 
 import gzip
@@ -18,9 +18,10 @@ import tokenizers
 import yaml
 from corpus_server import serving
 from prepared_data import byte_level_bpe
-from run_folder import rows
+from run_folder import steps
 from waiting import wait_until
 
+from config import ConfigError
 from data import corpora
 from data.remote import PART_BYTES
 from scripts import corpus
@@ -97,6 +98,13 @@ def command(*words, **options):
     return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, **options)
 
 
+def error_line(stderr: str) -> str:
+    """The one line that is no progress."""
+    (line,) = (line for line in stderr.splitlines() if not line.startswith("prepare "))
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
 def in_order(paths) -> list[pathlib.Path]:
     """Of one corpus, whose names in the dataset are hashed."""
     def digest(path):
@@ -169,7 +177,7 @@ def test_a_mixture_over_http_has_the_tokens_of_the_libraries_and_trains(stand_in
         cwd=ROOT, capture_output=True, text=True, check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert [row["step"] for row in rows(tmp_path / "run") if "loss" in row] == [1, 2]
+    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.parametrize("name, folder, read", [
@@ -230,12 +238,13 @@ def test_a_tokenizer_is_trained_on_all_corpora_of_a_mixture(stand_in, tmp_path):
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.compress(lines([{"text": "wombat dingo"}] * 400)))
     out = tmp_path / "out"
-    done = command("climbmix:0.5", "c4:0.5", "--train-tokenizer", 320, "--out", out, "--from", home)
+    done = command("climbmix:0.5", "c4:0.5", "--train-tokenizer", 310, "--out", out, "--from", home)
     assert done.returncode == 0, done.stderr
     for name in ("climbmix", "c4"):
         assert len(ids_of(out, name)) <= 400 * 6
         files = [out / f"{name}.tokenizer" / each.name for each in (out / "tokenizer").iterdir()]
-        assert files and all(file.read_bytes() == (out / "tokenizer" / file.name).read_bytes() for file in files)
+        assert files
+        assert all(file.read_bytes() == (out / "tokenizer" / file.name).read_bytes() for file in files)
 
 
 # ---- kills and failures ------------------------------------------------------------------------------------
@@ -267,7 +276,8 @@ def test_a_killed_download_goes_on_where_it_was_and_ends_in_the_same_bytes(large
         out = tmp_path / "killed"
         line = [sys.executable, "-m", "scripts.corpus", *map(str, [*words, "--out", out, "--workers", 1])]
         process = subprocess.Popen(line, cwd=ROOT)
-        part = out / "downloads" / "http" / server.url.removeprefix("http://") / EDU / "000_00000.parquet.part"
+        host = server.url.removeprefix("http://")
+        part = out / "downloads" / "http" / host / EDU / "000_00000.parquet.part"
         assert wait_until(lambda: part.exists() and part.stat().st_size == 2 * PART_BYTES)
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -293,8 +303,9 @@ def test_a_finished_corpus_of_a_mixture_is_not_read_again(large, tokenizer, tmp_
     words = ["fineweb-edu-10bt:0.5", "c4:0.5", "--tokenizer", tokenizer, "--out", tmp_path / "out"]
     with serving(home) as server:
         broken = command(*words, "--from", server.url)
-        assert (broken.returncode, broken.stderr.count("\n")) == (2, 1) and path.name in broken.stderr
-        assert "cannot be read to the end" in broken.stderr
+        assert broken.returncode == 2
+        line = error_line(broken.stderr)
+        assert path.name in line and "cannot be read to the end" in line
         server.ranges.clear()
         command(*words, "--from", server.url)
         assert "000_00000.parquet" not in {name for name, _ in server.ranges}
@@ -312,8 +323,8 @@ def test_a_store_that_fails_is_asked_again_and_may_have_no_ranges(large, tokeniz
         assert done.returncode == 0 and server.ranges == [("000_00000.parquet", 0)], done.stderr
         server.has_ranges, server.failing = True, 99
         done = command(*words, "--out", tmp_path / "gone", "--from", server.url)
-        assert done.returncode == 82 and done.stderr.count("\n") == 1, done.stderr
-        assert "000_00000.parquet: the store failed: " in done.stderr
+        assert done.returncode == 82
+        assert "000_00000.parquet: the store failed: " in error_line(done.stderr)
         server.failing = 0
         done = command(*words, "--out", tmp_path / "gone", "--from", server.url)
         assert done.returncode == 0, done.stderr
@@ -328,8 +339,8 @@ def refusal(capsys, *words) -> str:
     """The one line of a command that exits with 2."""
     assert corpus.main([str(word) for word in words]) == 2
     out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1 and err.startswith("error: "), err
-    return err.removeprefix("error: ")
+    assert not out
+    return error_line(err)
 
 
 @pytest.mark.parametrize("how", ["other text", "as long", "gone"])
@@ -350,7 +361,7 @@ def test_a_file_that_has_changed_is_refused_by_its_name(stand_in, tokenizer, tmp
         else:
             write_parquet(file, {"text": texts(7), "score": scores(7)})
         line = refusal(capsys, *words, "--from", server.url)
-    assert line.startswith(f"{server.url}/{EDU}/001_00000.parquet: has changed since this corpus was first listed")
+    assert line.startswith(f"{server.url}/{EDU}/001_00000.parquet: has changed since this corpus was first ")
     assert "give another --out" in line
     assert content(tmp_path / "out") == before
     if how == "as long":  # a copy elsewhere is compared by its sha256, and a sound one is accepted
@@ -368,13 +379,13 @@ def test_a_file_that_changes_while_it_is_fetched_is_refused(large, tokenizer, tm
                 "--out", str(tmp_path / "out"), "--from", server.url, "--workers", "1"]
         process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         assert wait_until(lambda: (file.name, 2 * PART_BYTES) in server.ranges)
-        content_ = bytearray(file.read_bytes())
-        content_[100] ^= 1
-        file.write_bytes(content_)
+        changed = bytearray(file.read_bytes())
+        changed[100] ^= 1
+        file.write_bytes(changed)
         server.release.set()
         _, error = process.communicate()
-    assert process.returncode == 2 and error.count("\n") == 1, error
-    assert f"{file.name}: has changed since this corpus was first listed" in error
+    assert process.returncode == 2
+    assert f"{file.name}: has changed since this corpus was first listed" in error_line(error)
 
 
 def test_another_request_for_a_folder_is_refused(stand_in, tokenizer, tmp_path, capsys):
@@ -389,7 +400,20 @@ def test_another_request_for_a_folder_is_refused(stand_in, tokenizer, tmp_path, 
     other.mkdir()
     (other / "thesis.tex").write_text("x")
     line = refusal(capsys, "climbmix", *words, "--out", other)
-    assert line == f"--out: {other} holds thesis.tex, but no corpus; choose another folder\n"
+    assert line == f"--out: {other} holds thesis.tex, but no corpus; choose another folder"
+
+
+def test_what_is_not_finished_may_be_asked_for_otherwise(stand_in, tmp_path, capsys):
+    """A wrong column, and with another size the tokenizer is trained again."""
+    words = ["climbmix", "--from", stand_in, "--out", tmp_path / "out", "--workers", 1]
+    assert "no column 'body'" in refusal(capsys, *words, "--train-tokenizer", 300, "--jsonl-key", "body")
+    home = tmp_path / "out" / corpora.TOKENIZER
+    home.mkdir()  # as if the first start had come so far
+    assert corpus.main([str(word) for word in [*words, "--train-tokenizer", 310]]) == 0
+    assert "bpe-310" in json.loads((tmp_path / "out" / "climbmix.json").read_text())["tokenizer"]["name"]
+    capsys.readouterr()
+    line = refusal(capsys, *words, "--train-tokenizer", 300)
+    assert "with --tokenizer bpe-310, and bpe-300 is asked for" in line
 
 
 @pytest.mark.parametrize("words, says", [
@@ -446,7 +470,7 @@ def test_a_hub_s_sha256_decides_whether_a_file_is_the_same():
     same = corpora.CorpusFile("a", "hf://datasets/o/d@main/a", 10, "blob-2", "1" * 64)
     assert corpora.same_file(old, same) == same
     other = corpora.CorpusFile("a", "hf://datasets/o/d@main/a", 10, "blob-2", "2" * 64)
-    with pytest.raises(corpora.ConfigError, match=r"has changed .*sha256 111111111111 then, 222222222222 now"):
+    with pytest.raises(ConfigError, match="has changed .*sha256 111111111111 then, 222222222222 now"):
         corpora.same_file(old, other)
 
 
