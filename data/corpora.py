@@ -81,7 +81,14 @@ class CorpusRecord:
 
 def read_corpora() -> dict[str, Corpus]:
     """Return the corpora of configs/corpora.yaml by name. Raises ConfigError."""
-    return {name: Corpus(name=name, **row) for name, row in read_yaml(CONFIG_FOLDER / "corpora.yaml").items()}
+    path = CONFIG_FOLDER / "corpora.yaml"
+    corpora: dict[str, Corpus] = {}
+    for name, row in read_yaml(path).items():
+        try:
+            corpora[name] = Corpus(name=name, **row)
+        except TypeError as error:
+            raise ConfigError(f"{path}: {name}: {str(error).rpartition('__init__() ')[2]}") from None
+    return corpora
 
 
 def chosen_corpora(words: Sequence[str], known: Mapping[str, Corpus]) -> dict[str, float]:

@@ -183,7 +183,7 @@ def make_data(args: argparse.Namespace, made: Tree, progress: Progress) -> Tree:
     with prepare.locked_folder(str(out)):
         jobs = {each.name: corpus_job(args, each, out) for each in corpora}
         spec = args.tokenizer or trained_tokenizer(args, jobs, record, weights, progress)
-        check_disk(args, record, weights, get_dtype(tokenizers.load_tokenizer(spec).vocab))
+        check_disk(args, jobs, record, weights, get_dtype(tokenizers.load_tokenizer(spec).vocab))
         for corpus in corpora:
             name, prefix = corpus.name, out / corpus.name
             if name in record.reports and prefix.with_name(f"{name}.idx").exists():
@@ -197,7 +197,7 @@ def make_data(args: argparse.Namespace, made: Tree, progress: Progress) -> Tree:
         shutil.rmtree(out / "downloads", ignore_errors=True)
 
     paths = [str(out / name) for name in weights]
-    path = shlex.quote(paths[0])
+    path = paths[0]
     if len(paths) > 1:
         path = " ".join(f"{weight:g} {shlex.quote(each)}" for weight, each in zip(weights.values(), paths))
     keys = yaml.safe_dump({"data": {"path": path}}, width=10**6)
@@ -257,12 +257,14 @@ def trained_tokenizer(
     return str(folder)
 
 
-def check_disk(args: argparse.Namespace, record: CorpusRecord, weights: dict[str, float],
-               dtype: "np.typing.DTypeLike") -> None:
-    """Raise ConfigError if what is left to make does not fit on the disk of OUT, by a low estimate."""
+def check_disk(
+    args: argparse.Namespace, jobs: dict[str, prepare.TokenizeJob], record: CorpusRecord,
+    weights: dict[str, float], dtype: "np.typing.DTypeLike",
+) -> None:
+    """Raise ConfigError if the corpora that are not begun do not fit on the disk of OUT, by a low estimate."""
     needed = 0
     for name, files in record.files.items():
-        if name in record.reports:
+        if name in record.reports or os.path.exists(jobs[name].parts):
             continue
         tokens = sum(file.size for file in files) // BYTES_PER_TOKEN
         if args.tokens is not None:
