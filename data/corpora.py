@@ -64,7 +64,10 @@ class CorpusFile:
 
     def piece(self) -> DocumentPiece:
         """Return the file as the input of a shard."""
-        return DocumentPiece("url", self.url, 0, 0, self.size, version=self.version, sha256=self.sha256)
+        return DocumentPiece(
+            kind="url", path=self.url, start=0, stop=0, size=self.size,
+            version=self.version, sha256=self.sha256,
+        )
 
 
 @dataclass
@@ -119,7 +122,7 @@ def chosen_corpora(words: Sequence[str], known: Mapping[str, Corpus]) -> dict[st
 # ---- listing -----------------------------------------------------------------------------------------------
 
 def opened_record(
-    out: Path, request: Tree, corpora: Sequence[Corpus], base: str | None, most: int | None = None
+    out: Path, request: Tree, corpora: Sequence[Corpus], base: str | None, *, most: int | None = None
 ) -> CorpusRecord:
     """Return the record of OUT with its files where they are now: of a new one the first `most` files of each
     corpus. While nothing of OUT is finished, options that say how files are read may still change. Raises

@@ -44,11 +44,17 @@ def fetch(piece: DocumentPiece, folder: str) -> tuple[Path, str]:
     store = open_folder(parent, "--from")
     part.parent.mkdir(parents=True, exist_ok=True)
     store.download(name, part, piece.size)
-    state, digest = store.state(name), file_sha256(part)
-    wanted = FileState(piece.size, piece.version)
-    if state != wanted or part.stat().st_size != piece.size or piece.sha256 not in ("", digest):
+    digest = file_sha256(part)
+    if piece.sha256:
+        is_same = digest == piece.sha256
+        how = f"sha256 {piece.sha256[:12]} then, {digest[:12]} now"
+    else:
+        is_whole = part.stat().st_size == piece.size
+        is_same = is_whole and store.state(name) == FileState(piece.size, piece.version)
+        how = "while it was fetched"
+    if not is_same:
         part.unlink()
-        raise ConfigError(changed(piece.path, f"sha256 {digest[:12]} now"))
+        raise ConfigError(changed(piece.path, how))
     os.replace(part, target)
     return target, digest
 

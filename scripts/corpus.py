@@ -179,11 +179,11 @@ def make_data(args: argparse.Namespace, made: Tree, progress: Progress) -> Tree:
         "--jsonl-key": args.jsonl_key, "--score-key": args.score_key,
     }
     out = pathlib.Path(args.out)
-    record = opened_record(out, request, corpora, args.base, args.files)
+    record = opened_record(out, request, corpora, args.base, most=args.files)
     with prepare.locked_folder(str(out)):
         jobs = {each.name: corpus_job(args, each, out) for each in corpora}
-        spec = args.tokenizer or trained_tokenizer(args, jobs, record, weights, progress)
-        check_disk(args, jobs, record, weights, get_dtype(tokenizers.load_tokenizer(spec).vocab))
+        spec = args.tokenizer or trained_tokenizer(args, jobs, record, weights, progress=progress)
+        check_disk(args, jobs, record, weights, vocab=tokenizers.load_tokenizer(spec).vocab)
         for corpus in corpora:
             name, prefix = corpus.name, out / corpus.name
             if name in record.reports and prefix.with_name(f"{name}.idx").exists():
@@ -235,7 +235,7 @@ def corpus_job(args: argparse.Namespace, corpus: Corpus, out: pathlib.Path) -> p
 
 def trained_tokenizer(
     args: argparse.Namespace, jobs: dict[str, prepare.TokenizeJob], record: CorpusRecord,
-    weights: dict[str, float], progress: Progress,
+    weights: dict[str, float], *, progress: Progress,
 ) -> str:
     """Return OUT/tokenizer, after it was trained on as much of each corpus as its weight says."""
     folder = pathlib.Path(args.out, TOKENIZER)
@@ -259,9 +259,10 @@ def trained_tokenizer(
 
 def check_disk(
     args: argparse.Namespace, jobs: dict[str, prepare.TokenizeJob], record: CorpusRecord,
-    weights: dict[str, float], dtype: "np.typing.DTypeLike",
+    weights: dict[str, float], *, vocab: int,
 ) -> None:
     """Raise ConfigError if the corpora that are not begun do not fit on the disk of OUT, by a low estimate."""
+    token_bytes = np.dtype(get_dtype(vocab)).itemsize
     needed = 0
     for name, files in record.files.items():
         if name in record.reports or os.path.exists(jobs[name].parts):
@@ -269,7 +270,7 @@ def check_disk(
         tokens = sum(file.size for file in files) // BYTES_PER_TOKEN
         if args.tokens is not None:
             tokens = min(tokens, math.ceil(args.tokens * weights[name]))
-        needed += COPIES * np.dtype(dtype).itemsize * tokens
+        needed += COPIES * token_bytes * tokens
         needed += sum(sorted(file.size for file in files)[-args.workers:])
     free = shutil.disk_usage(args.out).free
     if needed > free:

@@ -5,6 +5,7 @@ of the same files, whatever is killed on the way, and a run trains on it.
 import gzip
 import hashlib
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -21,7 +22,6 @@ from prepared_data import byte_level_bpe
 from run_folder import steps
 from waiting import wait_until
 
-from config import ConfigError
 from data import corpora
 from data.remote import PART_BYTES
 from scripts import corpus
@@ -294,6 +294,7 @@ def test_a_killed_download_goes_on_where_it_was_and_ends_in_the_same_bytes(large
     assert content(out) == expected
 
 
+@pytest.mark.slow
 def test_a_finished_corpus_of_a_mixture_is_not_read_again(large, tokenizer, tmp_path):
     """A record that breaks the second corpus ends the first start."""
     home = tmp_path / "hosts"
@@ -312,6 +313,7 @@ def test_a_finished_corpus_of_a_mixture_is_not_read_again(large, tokenizer, tmp_
         assert "000_00000.parquet" not in {name for name, _ in server.ranges}
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_is_asked_again_and_may_have_no_ranges(large, tokenizer, tmp_path):
     words = ["fineweb-edu-10bt", "--tokenizer", tokenizer]
     with serving(large) as server:
@@ -370,6 +372,7 @@ def test_a_file_that_has_changed_is_refused_by_its_name(stand_in, tokenizer, tmp
         assert corpus.main([str(word) for word in [*words, "--from", stand_in]]) == 0
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_while_it_is_fetched_is_refused(large, tokenizer, tmp_path):
     home = tmp_path / "hosts"
     shutil.copytree(large, home)
@@ -465,25 +468,35 @@ def test_a_disk_that_is_too_small_is_told_before_the_first_file(stand_in, tmp_pa
 # ---- the hub -----------------------------------------------------------------------------------------------
 
 
-def test_a_hub_s_sha256_decides_whether_a_file_is_the_same():
-    """Its listing tells it, so a change is seen before a byte is fetched."""
-    old = corpora.CorpusFile("a", "hf://datasets/o/d@main/a", 10, "blob-1", "1" * 64)
-    same = corpora.CorpusFile("a", "hf://datasets/o/d@main/a", 10, "blob-2", "1" * 64)
-    assert corpora.same_file(old, same) == same
-    other = corpora.CorpusFile("a", "hf://datasets/o/d@main/a", 10, "blob-2", "2" * 64)
-    with pytest.raises(ConfigError, match="has changed .*sha256 111111111111 then, 222222222222 now"):
-        corpora.same_file(old, other)
+def test_the_hub_s_own_client_fetches_from_a_hub_that_tells_sha256(large, tokenizer, tmp_path):
+    """What arrives damaged, and what has changed, is refused; the latter before a byte is fetched."""
+    pytest.importorskip("huggingface_hub")
+    home, out = tmp_path / "hosts", tmp_path / "out"
+    shutil.copytree(large, home)
+    file = home / EDU / "000_00000.parquet"
+    words = ["fineweb-edu-10bt", "--tokenizer", tokenizer, "--out", out]
+    with serving(home) as server:
+        env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HUB_DISABLE_XET": "1"}
+        server.is_damaging = True
+        damaged = command(*words, env=env)
+        assert damaged.returncode == 2
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        assert f"{file.name}: has changed since this corpus was first listed" in error_line(damaged.stderr)
+        record = json.loads((out / corpora.RECORD).read_text())
+        assert [each["sha256"] for each in record["files"]["fineweb-edu-10bt"]] == [digest]
 
+        server.is_damaging = False
+        done = command(*words, env=env)
+        assert done.returncode == 0, done.stderr
+        assert np.array_equal(ids_of(out, "fineweb-edu-10bt"), their_ids(tokenizer, texts(0)))
 
-def test_the_hub_s_listing_is_read_as_its_package_gives_it():
-    hub = pytest.importorskip("huggingface_hub.hf_api")
-    from data.remote import file_state
-
-    large = hub.BlobLfsInfo(size=7, sha256="ab" * 32, pointer_size=130)
-    info = {"name": "datasets/o/d/a.parquet", "size": 7, "type": "file", "blob_id": "b", "lfs": large}
-    state = file_state(info)
-    assert (state.size, state.version, state.sha256) == (7, "b", "ab" * 32)
-    assert file_state({**info, "lfs": None}).sha256 == ""
+        changed = bytearray(file.read_bytes())
+        changed[100] ^= 1
+        file.write_bytes(changed)
+        server.ranges.clear()
+        refused = command(*words, env=env)
+        assert refused.returncode == 2 and not server.ranges
+        assert f"sha256 {digest[:12]} then" in error_line(refused.stderr)
 
 
 def test_rows_have_what_they_need():
