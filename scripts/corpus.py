@@ -261,7 +261,7 @@ def check_disk(
     args: argparse.Namespace, jobs: dict[str, prepare.TokenizeJob], record: CorpusRecord,
     weights: dict[str, float], *, vocab: int,
 ) -> None:
-    """Raise ConfigError if the corpora that are not begun do not fit on the disk of OUT, by a low estimate."""
+    """Raise ConfigError if corpora that are not begun do not fit on the disk of OUT, by a low estimate."""
     token_bytes = np.dtype(get_dtype(vocab)).itemsize
     needed = 0
     for name, files in record.files.items():

@@ -231,6 +231,20 @@ def test_tokens_are_those_of_the_first_files_that_hold_them(stand_in, tokenizer,
     assert np.array_equal(ids_of(out, "fineweb-edu-10bt"), first)
 
 
+def test_broken_records_are_refused_or_counted(tokenizer, tmp_path, capsys):
+    file = tmp_path / C4 / "c4-train.00000-of-01024.json.gz"
+    file.parent.mkdir(parents=True)
+    records = [lines([{"text": "sound"}]), b"{broken\n", lines([{"text": ""}, {"text": "as well"}])]
+    file.write_bytes(gzip.compress(b"".join(records)))
+    words = ["c4", "--tokenizer", tokenizer, "--from", tmp_path, "--out", tmp_path / "out", "--workers", 1]
+    line = refusal(capsys, *words)
+    assert line.startswith(f"file://{file}:2: broken JSON") and "skip such records with --skip-bad" in line
+    assert corpus.main([str(word) for word in [*words, "--skip-bad", "--json"]]) == 0
+    report = json.loads(capsys.readouterr().out)["corpora"]["c4"]
+    assert [report[name] for name in ("documents", "bad", "empty", "dropped")] == [2, 1, 1, 0]
+    assert np.array_equal(ids_of(tmp_path / "out", "c4"), their_ids(tokenizer, ["sound", "as well"]))
+
+
 def test_a_tokenizer_is_trained_on_all_corpora_of_a_mixture(stand_in, tmp_path):
     """Pieces of words that only one of them has; and what is trained is kept for both."""
     home = tmp_path / "hosts"

@@ -594,6 +594,22 @@ def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
         assert {sum(sizes[:2]), sum(sizes[:4])} <= set(done)
 
 
+def test_a_limit_of_tokens_ends_after_the_unit_that_reaches_it(corpus, model, tmp_path):
+    """And progress shows the bytes that this takes, as the units before let expect."""
+    size, told = os.path.getsize(corpus), []
+    whole = prepare.prepare_corpus([corpus], model, tmp_path / "whole", unit_bytes=UNIT)
+    limit = whole["tokens"] // 2
+    some = prepare.prepare_corpus(
+        [corpus], model, tmp_path / "some", unit_bytes=UNIT, limit_tokens=limit,
+        progress=lambda done, whole: told.append((done, whole)),
+    )
+    assert limit <= some["tokens"] < limit + whole["tokens"] * 1.5 * UNIT / size
+    ids = IndexedDataset(tmp_path / "whole").read(0, some["tokens"])
+    assert (IndexedDataset(tmp_path / "some").read(0, some["tokens"]) == ids).all()
+    assert told[0] == (0, size) and 0.4 * size < told[-1][1] < 0.75 * size
+    assert all(done <= expected for done, expected in told)
+
+
 def test_progress_within_a_unit_is_the_bytes_up_to_the_last_line(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 1)
     paths, ends = [], []
