@@ -181,7 +181,7 @@ def listed_files(
     except RemoteError as error:
         raise ConfigError(f"{corpus.name}: cannot be listed: {error}; check the network, or give a copy with "
                           f"--from FOLDER_OR_URL, which holds {corpus.repo}/{corpus.files}") from None
-    if not states:
+    if not states or not found:
         raise ConfigError(f"{corpus.name}: {url} has no file {corpus.files}; give a folder or URL with "
                           f"--from that holds {corpus.repo}/{corpus.files}")
     return [
