@@ -12,6 +12,7 @@ COMMANDS = {  # the module to run, and its help text
     "evaluate": ("scripts.evaluate", "loss, perplexity and bits per byte of a run"),
     "convert": ("scripts.convert", "to and from a Hugging Face folder"),
     "prepare_data": ("scripts.prepare_data", "text files to token files"),
+    "corpus": ("scripts.corpus", "public corpora to token files"),
     "plan": ("scripts.plan", "the fastest layouts on a cluster"),
     "verify": ("scripts.verify", "prove that every layout trains like one process"),
     "schedule": ("scripts.schedule", "check, simulate and draw a pipeline schedule"),

@@ -5,6 +5,7 @@
     .gz, .zst, .bz2, .xz of these   read as a whole
     .parquet                     split by row group
     hf:NAME[:CONFIG][:SPLIT]     a dataset on the Hugging Face hub, streamed, split by shard
+    a URL                        a file of a public corpus (corpora.py), of the types above
     text:FILES                   each file is one document, whatever its extension
     stdlib                       the source of Python's standard library
 
@@ -79,11 +80,13 @@ PARQUET_ROWS = 256  # in memory at a time
 @dataclass(frozen=True)
 class DocumentPiece:
     """A part of one input."""
-    kind: str  # jsonl, text, parquet or hf
+    kind: str  # jsonl, text, parquet, hf or url
     path: str  # of the file; for hf: NAME[:CONFIG][:SPLIT]
     start: int  # jsonl: bytes [start, stop) of the file; parquet: row groups [start, stop);
-    stop: int  # hf: shard number `start` of `stop` shards; text: unused
+    stop: int  # hf: shard number `start` of `stop` shards; text, url: unused
     size: int  # input bytes, for the progress bar
+    version: str = ""  # of a URL's file, as its store tells it
+    sha256: str = ""  # of a URL's file, if known
 
 
 class DocumentRecord(NamedTuple):
@@ -93,6 +96,27 @@ class DocumentRecord(NamedTuple):
     error: str  # why it cannot be read, or empty
     bytes_read: int = 0  # of the piece so far, if known
     chat: ChatText | None = None  # for a conversation, the spans that count
+    is_kept: bool = True  # False where a Filter drops it
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which documents of a corpus are kept."""
+    score: str | None = None  # field or column with a number
+    min_score: float = 0.0  # documents below it are dropped
+    min_characters: int = 0  # shorter documents are dropped
+
+    def apply(self, record: Tree, document: DocumentRecord) -> DocumentRecord:
+        """Return the document of a record, marked if it is dropped."""
+        if document.text is None:
+            return document
+        is_kept = len(document.text) >= self.min_characters
+        if self.score is not None:
+            score = record.get(self.score)
+            if isinstance(score, bool) or not isinstance(score, (int, float)):
+                return document._replace(text=None, error=f"no number under {self.score!r}")
+            is_kept = is_kept and score >= self.min_score
+        return document._replace(is_kept=is_kept)
 
 
 ReadRecord = Callable[[Tree, int], DocumentRecord]  # (fields or columns, line) -> document
@@ -155,6 +179,11 @@ def pieces_of_file(name: str, unit_bytes: int, passed_over: Sequence[str]) -> It
                 yield DocumentPiece(kind=kind, path=path, start=start, stop=stop, size=stop - start)
         else:
             yield DocumentPiece(kind=kind, path=path, start=0, stop=file_bytes, size=file_bytes)
+
+
+def whole_file(path: str) -> list[DocumentPiece]:
+    """Return the pieces of one file, in order: one, but for parquet one for each row group."""
+    return list(pieces_of_file(path, max(1, os.path.getsize(path)), ()))
 
 
 def matching_files(name: str, passed_over: Sequence[str] = (), is_text: bool = False) -> list[str]:
@@ -289,26 +318,29 @@ def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
 # ---- reading -----------------------------------------------------------------------------------------------
 
 def read_piece(
-    piece: DocumentPiece, key: str | None, chat: ChatFormat | None = None
+    piece: DocumentPiece, key: str | None, chat: ChatFormat | None = None, keep: Filter | None = None
 ) -> Iterator[DocumentRecord]:
-    """Yield the documents of a piece in order, including those that cannot be read. `key` is the field or
-    column of the text or the messages; None detects it. `chat` renders conversations; None means that the
-    piece holds text. Raises ConfigError naming a file that cannot be read to its end."""
+    """Yield the documents of a piece in order, including those that cannot be read and those that `keep`
+    drops. `key` is the field or column of the text or the messages; None detects it. `chat` renders
+    conversations; None means that the piece holds text. Raises ConfigError naming a file that cannot be read
+    to its end."""
     readers = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}
     if chat is not None and piece.kind == "text":
         message = f"{piece.path}: --chat reads conversations from jsonl, parquet or hf:NAME, not text"
         raise ConfigError(message)
     is_table = piece.kind in ("parquet", "hf")
-    read = text_reader(key or "text") if chat is None else conversation_reader(chat, key, is_table)
-    column = key if chat is None else None  # a conversation may use several
+    read = text_reader(key or "text", keep) if chat is None else conversation_reader(chat, key, is_table)
+    columns = [key] if chat is None and key is not None else []  # a conversation may use several
+    if columns and keep is not None and keep.score is not None:
+        columns.append(keep.score)
     try:
-        yield from readers[piece.kind](piece, column, read)
+        yield from readers[piece.kind](piece, columns, read)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{piece.path}: cannot be read to the end: {reason}") from None
 
 
-def read_text(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
+def read_text(piece: DocumentPiece, columns: list[str], read: ReadRecord) -> Iterator[DocumentRecord]:
     _, stream = open_streams(piece.path)
     with stream:
         raw = stream.read().removeprefix(codecs.BOM_UTF8)
@@ -325,7 +357,7 @@ def read_text(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Ite
     yield DocumentRecord(text, 1, "", piece.size)
 
 
-def read_jsonl(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
+def read_jsonl(piece: DocumentPiece, columns: list[str], read: ReadRecord) -> Iterator[DocumentRecord]:
     """Yield the lines of a plain file that begin in [start, stop), or all lines of a compressed file."""
     disk_file, stream = open_streams(piece.path)
     is_plain = stream is disk_file
@@ -371,11 +403,12 @@ def fix_hint(raw: bytes) -> str:
     return "; write one object on each line, as jq -c . FILE does" if raw.strip() == b"{" else ""
 
 
-def text_reader(key: str) -> ReadRecord:
+def text_reader(key: str, keep: Filter | None = None) -> ReadRecord:
     """Make a reader of the text in a field, or at a path of fields (walk_path)."""
     def read(record: Tree, line: int) -> DocumentRecord:
         holder, name = (record, key) if key in record else walk_path(record, key)[-1]
-        return checked_text(holder.get(name), key, line)
+        document = checked_text(holder.get(name), key, line)
+        return document if keep is None else keep.apply(record, document)
 
     return read
 
@@ -417,18 +450,21 @@ def seek_line(file: io.BufferedIOBase, start: int) -> int:
     return start - 1 + len(file.readline())
 
 
-def read_parquet(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
-    """Yield the rows of the piece's row groups, reading only `column` unless it is None."""
+def read_parquet(piece: DocumentPiece, columns: list[str], read: ReadRecord) -> Iterator[DocumentRecord]:
+    """Yield the rows of the piece's row groups, reading only `columns` if there are any."""
     table = open_parquet(piece.path)
-    columns = table.schema_arrow.names
-    if column is not None and column not in columns:
-        column = column.partition(".")[0]  # a path into a column of objects
-    if column is not None and column not in columns:
-        raise ConfigError(f"{piece.path}: no column {column!r}; it has {', '.join(columns)}: "
-                          "choose with --jsonl-key")
+    known = table.schema_arrow.names
+    wanted: list[str] = []
+    for number, name in enumerate(columns):
+        column = name if name in known else name.partition(".")[0]  # a path into a column of objects
+        if column not in known:
+            raise ConfigError(f"{piece.path}: no column {column!r}; it has {', '.join(known)}: "
+                              f"choose with --{('jsonl-key', 'score-key')[number]}")
+        if column not in wanted:
+            wanted.append(column)
+    wanted = wanted or known
 
     row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
-    wanted = columns if column is None else [column]
     for batch in table.iter_batches(PARQUET_ROWS, row_groups=range(piece.start, piece.stop), columns=wanted):
         for values in zip(*batch.columns):
             row += 1
@@ -438,7 +474,7 @@ def read_parquet(piece: DocumentPiece, column: str | None, read: ReadRecord) -> 
                 yield DocumentRecord(None, row, "invalid UTF-8")
 
 
-def read_hf(piece: DocumentPiece, column: str | None, read: ReadRecord) -> Iterator[DocumentRecord]:
+def read_hf(piece: DocumentPiece, columns: list[str], read: ReadRecord) -> Iterator[DocumentRecord]:
     shard = hf_dataset(piece.path).shard(piece.stop, piece.start)
     numbered_rows = enumerate(shard, 1)
     while True:

@@ -39,7 +39,8 @@ from data import documents
 from data import tokenizer as tokenizers
 from data.chat import ChatFormat, EncodedChat, TemplateChat, chat_format, cut_at_turns
 from data.contract import get_dtype
-from data.documents import BadDocument, DocumentPiece, DocumentRecord
+from data.documents import BadDocument, DocumentPiece, DocumentRecord, Filter
+from data.fetched import copy_path, pieces_to_read
 from data.fim import SENTINELS
 from data.indexed import (
     FILE_ENDS,
@@ -51,6 +52,7 @@ from data.indexed import (
     sync_file,
 )
 from data.lengths import byte_check
+from data.remote import RemoteError
 from data.tokenizer import SentencePieceTokenizer, Tokenizer
 from data.tokenizer_files import is_of_a_copy
 
@@ -65,8 +67,9 @@ STARTED = {"lock", "plan.tmp"}  # in PREFIX.parts before there is a plan
 BATCH_CHARACTERS = 1 << 20  # per call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # text to train a bpe-N on, from evenly spaced units
 SHARD_RECORD = re.compile(r"\d{6,}\.json")  # marks a shard as finished
+NOT_HERE = ("hf", "url")  # kinds of pieces that are no files of this machine
 LONG = ("refuse", "turns", "anywhere")  # what to do with a conversation longer than a sequence
-SHARD_FORMAT = "with lost bytes and lengths"  # shards in another format are rebuilt
+SHARD_FORMAT = "with lost bytes, lengths and dropped documents"  # shards in another format are rebuilt
 MAX_LOST = 1.0  # percent of the text bytes that tokens may lose
 HASHED_BYTES = 1 << 30  # of input, hashed for PREFIX.json
 SHOWN = 5  # bad documents named per shard and in the report
@@ -94,6 +97,8 @@ class TokenizeJob:
     drops_reasoning: bool = False  # may a chat template drop reasoning?
     seq_len: int | None = None  # sequence length that conversations must fit, if known
     long: str = "anywhere"  # one of LONG, for those that do not fit
+    keep: Filter | None = None  # of a corpus with scores
+    fetched: str | None = None  # folder for the files of URLs while they are read
 
     def chat_format(self, tok: Tokenizer | None) -> ChatFormat | None:
         """Return the conversation format, or None if documents are plain text. Raises ConfigError."""
@@ -120,6 +125,10 @@ def prepare_corpus(
     source: str | None = None,
     made: Tree | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
+    units: list[Unit] | None = None,
+    keep: Filter | None = None,
+    limit_tokens: int | None = None,
+    fetched: str | None = None,
     say: Say = lambda text: None,
     progress: Progress = lambda done, whole: None,
     fault_point: FaultPoint = lambda name: None,
@@ -128,13 +137,16 @@ def prepare_corpus(
     that scripts.prepare_data prints.
 
     `made` is the provenance (config/provenance.py) for OUT.json, which then also names the inputs.
+    `units` are the work of files that are URLs, which are fetched below `fetched` while they are read.
+    With `limit_tokens` the units after those that hold so many tokens are left out.
 
-    Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
-    the disk fails.
+    Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, OSError with a file name if
+    the disk fails, and RemoteError if the store of a URL does.
     """
     started = time.monotonic()
     out = pathlib.Path(out)
-    units = documents.plan_units(inputs, unit_bytes, earlier_output(out))
+    if units is None:
+        units = documents.plan_units(inputs, unit_bytes, earlier_output(out))
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
     check_out(out, units)
@@ -157,6 +169,8 @@ def prepare_corpus(
         drops_reasoning=drops_reasoning,
         seq_len=seq_len,
         long=long,
+        keep=keep,
+        fetched=fetched,
     )
     digest = plan_digest(job, inputs, tokenizer, units)
 
@@ -175,34 +189,44 @@ def prepare_corpus(
         fault_point("prepare.planned")
         todo = [number for number in range(len(units)) if not shard_is_finished(job, number)]
         shards_kept = len(units) - len(todo)
+        enough = TokenLimit(job, units, limit_tokens)
         if shards_kept:
             say(f"resuming: {shards_kept} of {len(units)} shards are finished")
 
         # make missing shards
         began_shards = time.monotonic()
-        progress(0, sum(unit_size(units[number]) for number in todo))
+        todo_bytes = sum(unit_size(units[number]) for number in todo)
+        progress(0, todo_bytes)
+        progress = enough.shown_to(progress, sum(map(unit_size, units)) - todo_bytes)
         num_workers = min(workers, len(todo))
         finished = watched_losses(job, units, len(todo))
         if num_workers > 1:
             run_in_workers(
-                job, units, todo, workers=num_workers, progress=progress, finished=finished
+                job, units, todo, workers=num_workers, enough=enough, progress=progress, finished=finished
             )
         else:
             run_in_process(
-                job, units, todo, tok=tok, progress=progress, finished=finished, fault_point=fault_point
+                job, units, todo, tok=tok, enough=enough, progress=progress, finished=finished,
+                fault_point=fault_point,
             )
 
         shard_seconds = time.monotonic() - began_shards
+        units = units[:enough.needed()]
+        todo = [number for number in todo if number < len(units)]
         shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
 
+        fetched_files: list[Tree] = []
+        for number in range(len(units)):
+            fetched_files += shard_counts(job, number)["fetched"]
         if made is not None:
-            made = {**made, "inputs": input_files(units)}
+            made = {**made, "inputs": fetched_files + input_files(units)}
         counts = merge_shards(job, units, tok, out=out, source=source, made=made, fault_point=fault_point)
         remove_parts(job)
 
     return {
         "out": str(out),
         **counts,
+        "fetched": fetched_files,
         "chat": type(chat).__name__ if is_chat else None,
         "template": getattr(chat, "places", None),
         "date": told_date,
@@ -240,7 +264,7 @@ def earlier_output(out: pathlib.Path) -> list[str]:
 
 def check_out(out: pathlib.Path, units: list[Unit]) -> None:
     """Raise ConfigError if OUT.* would replace or delete a file that no earlier run has made."""
-    paths = {piece.path for unit in units for piece in unit if piece.kind != "hf"}
+    paths = {piece.path for unit in units for piece in unit if piece.kind not in NOT_HERE}
     replaced = first_replaced(out, sorted(paths))
     if replaced is not None:
         raise ConfigError(f"--out: {out} would replace the input {replaced}; choose another --out")
@@ -305,13 +329,13 @@ def locked_folder(folder: str) -> Iterator[None]:
 
 
 def input_files(units: list[Unit]) -> list[Tree]:
-    """Return path, size and sha256 of each input. The hash takes seconds, so it is left out beyond
+    """Return path, size and sha256 of each input but URLs. The hash takes seconds, so it is left out beyond
     HASHED_BYTES in total, and for inputs that are not files."""
     results: list[Tree] = []
     bytes_left = HASHED_BYTES
     for path, kind in sorted({(piece.path, piece.kind) for unit in units for piece in unit}):
-        if kind == "hf":
-            results.append({"path": path})
+        if kind in NOT_HERE:
+            results += [{"path": path}] if kind == "hf" else []
             continue
         size = os.path.getsize(path)
         bytes_left -= size
@@ -343,7 +367,7 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     paths: set[str] = set()
     ranges: list[list[tuple[str, int, int]]] = []
     for unit in units:
-        paths.update(piece.path for piece in unit if piece.kind != "hf")
+        paths.update(piece.path for piece in unit if piece.kind not in NOT_HERE)
         ranges.append([(piece.path, piece.start, piece.stop) for piece in unit])
     stamps: list[tuple[str, int, int]] = []
     for path in sorted(paths):
@@ -353,6 +377,9 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     parts = [SHARD_FORMAT, tokenizer_digest, file_digests, job.key, job.append_eod, inputs, stamps, ranges]
     if job.has_fim:
         parts.append("fim")
+    if versions := [(piece.path, piece.size, piece.version) for unit in units for piece in unit
+                    if piece.kind == "url"]:
+        parts += [versions, vars(job.keep) if job.keep else None]
     if job.is_chat:
         parts += ["chat", job.date, job.drops_reasoning, job.seq_len, job.long]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -417,21 +444,23 @@ def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) 
     started = time.monotonic()
     chat = job.chat_format(None)
     sentinels = SENTINELS[0] if job.has_fim else ()
-    tok = tokenizers.train_bpe(training_texts(units, job.key, chat), pieces, sentinels=sentinels)
+    tok = tokenizers.train_bpe(training_texts(units, job, chat), pieces, sentinels=sentinels)
     say(f"tokenizer {tok.name} (trained, {time.monotonic() - started:.1f} s)")
     return tok
 
 
-def training_texts(units: list[Unit], key: str | None, chat: ChatFormat | None) -> Iterator[str]:
-    """Yield documents of evenly spaced units, up to TRAINING_CHARACTERS characters."""
-    stride = max(1, sum(map(unit_size, units)) // TRAINING_CHARACTERS)
-    characters_left = TRAINING_CHARACTERS
-    for unit in units[::stride]:
-        for piece in unit:
-            for record in documents.read_piece(piece, key, chat):
+def training_texts(
+    units: list[Unit], job: TokenizeJob, chat: ChatFormat | None, characters: int | None = None
+) -> Iterator[str]:
+    """Yield documents of evenly spaced units, up to `characters`, TRAINING_CHARACTERS by default."""
+    characters_left = TRAINING_CHARACTERS if characters is None else characters
+    stride = max(1, sum(map(unit_size, units)) // max(1, characters_left))
+    for piece in itertools.chain(*units[::stride]):
+        for part in pieces_to_read(piece, job.fetched)[0]:
+            for record in documents.read_piece(part, job.key, chat, job.keep):
                 if characters_left <= 0:
                     return
-                if record.text:
+                if record.text and record.is_kept:
                     characters_left -= len(record.text)
                     yield record.text
 
@@ -450,11 +479,13 @@ class ShardCounts:
     longest: int = 0  # tokens in a document
     long: int = 0  # conversations that do not fit in a sequence
     empty: int = 0  # documents without text, skipped
+    dropped: int = 0  # by a Filter
     bad: int = 0  # documents that cannot be read, skipped
     # the first bad ones: piece of the unit, line, error
     shown: list[tuple[int, int, str]] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)  # for conversations: how many have each note
     sizes: dict[str, int] = field(default_factory=dict)  # bytes of each file
+    fetched: list[Tree] = field(default_factory=list)  # path, bytes and sha256 of the files of URLs
 
 
 class ShardWriter:
@@ -618,9 +649,15 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
             waiting.clear()
 
         for piece_number, piece in enumerate(unit):
-            for record in documents.read_piece(piece, job.key, chat):
+            parts, digest = pieces_to_read(piece, job.fetched)
+            if digest:
+                writer.counts.fetched.append({"path": piece.path, "bytes": piece.size, "sha256": digest})
+            records = (documents.read_piece(part, job.key, chat, job.keep) for part in parts)
+            for record in itertools.chain.from_iterable(records):
                 if record.text is None:
                     leave_out(piece_number, record.line, record.error)
+                elif not record.is_kept:
+                    writer.counts.dropped += 1
                 elif not record.text:
                     writer.counts.empty += 1
                 else:
@@ -635,6 +672,9 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
         write_waiting()
         writer.sync()
     writer.commit()
+    for piece in unit:
+        if piece.kind == "url" and job.fetched is not None:
+            copy_path(piece, job.fetched).unlink(missing_ok=True)
     report(bytes_before)
     fault_point("prepare.post_shard")
 
@@ -649,14 +689,52 @@ def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
         os.replace(temporary, path)
 
 
+class TokenLimit:
+    """How many shards, from the first on, are needed for `limit` tokens: all without a limit."""
+
+    def __init__(self, job: TokenizeJob, units: list[Unit], limit: int | None) -> None:
+        self._job = job
+        self._units = units
+        self._limit = limit
+        self._shards = 0  # finished ones before the first unfinished one
+        self._bytes = 0  # of their input
+        self._tokens = 0  # in these
+
+    def needed(self) -> int:
+        """Return their number, which is known once those before the last one are finished."""
+        whole = len(self._units)
+        if self._limit is None:
+            return whole
+        while self._tokens < self._limit and self._shards < whole:
+            if not shard_is_finished(self._job, self._shards):
+                return whole
+            self._tokens += shard_counts(self._job, self._shards)["tokens"]
+            self._bytes += unit_size(self._units[self._shards])
+            self._shards += 1
+        return self._shards
+
+    def shown_to(self, progress: Progress, kept: int) -> Progress:
+        """Return a callback that shows the input bytes which the tokens so far let expect, instead of those
+        of all units. `kept` of them were read before."""
+        def show(done: int, whole: int) -> object:
+            if self._limit is not None and self._tokens:
+                whole = min(whole, max(done, round(self._bytes * self._limit / self._tokens) - kept))
+            return progress(done, whole)
+
+        return show
+
+
 # ---- in-process or in workers ------------------------------------------------------------------------------
 
 def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
-                   progress: Progress, finished: Callable[[int], None], fault_point: FaultPoint) -> None:
+                   enough: TokenLimit, progress: Progress, finished: Callable[[int], None],
+                   fault_point: FaultPoint) -> None:
     """Make the shards `todo` one after the other, and call `finished` with the number of each."""
     total = sum(unit_size(units[number]) for number in todo)
     bytes_before = 0  # of finished units
     for number in todo:
+        if number >= enough.needed():
+            return
 
         def report(done: int, before: int = bytes_before) -> None:
             progress(before + done, total)
@@ -667,7 +745,7 @@ def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok:
 
 
 def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, workers: int,
-                   progress: Progress, finished: Callable[[int], None]) -> None:
+                   enough: TokenLimit, progress: Progress, finished: Callable[[int], None]) -> None:
     """Make the shards `todo` in worker processes, handed out in order. If a shard fails, the ones before it
     still finish, so the reported error is always that of the first bad unit in the input, whatever the
     workers' speed. Raises ConfigError if a worker dies."""
@@ -676,7 +754,7 @@ def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, work
         for _ in range(workers):
             pipe, process = start_worker(job)
             pool[pipe] = process
-        distribute(job, units, todo, pool=pool, progress=progress, finished=finished)
+        distribute(job, units, todo, pool=pool, enough=enough, progress=progress, finished=finished)
     finally:
         for pipe, process in pool.items():
             process.terminate()
@@ -695,23 +773,24 @@ def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
 
 
 def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
-               progress: Progress, finished: Callable[[int], None]) -> None:
-    """Send the shards to the workers and handle their messages, until all are done or one has failed."""
+               enough: TokenLimit, progress: Progress, finished: Callable[[int], None]) -> None:
+    """Send the shards to the workers and handle their messages, until enough are done or one has failed."""
     total = sum(unit_size(units[number]) for number in todo)
     waiting = list(todo)
     running: dict[Connection, int] = {}  # pipe -> the shard its worker is making
     bytes_done: dict[int, int] = {}  # shard -> input bytes
-    first_failed = len(units)  # shards after it are not needed
+    first_failed = len(units)
     fault: Exception | None = None
 
     while True:
+        end = min(first_failed, enough.needed())  # shards from it on are not needed
         for pipe in pool:
-            if pipe not in running and waiting and waiting[0] < first_failed:
+            if pipe not in running and waiting and waiting[0] < end:
                 number = waiting.pop(0)
                 running[pipe] = number
                 with reporting_death(job, pool[pipe]):
                     pipe.send((number, units[number]))
-        if not any(number < first_failed for number in running.values()):
+        if not any(number < end for number in running.values()):
             break
 
         for pipe in readable_pipes(list(running)):
@@ -727,7 +806,7 @@ def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Po
             elif number < first_failed:
                 first_failed = number
                 fault = value
-    if fault:
+    if fault and first_failed < enough.needed():
         raise fault
 
 
@@ -761,7 +840,7 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
                 pipe.send(("done", None))
             except ConnectionError:
                 raise
-            except (ConfigError, OSError, MemoryError) as error:
+            except (ConfigError, OSError, MemoryError, RemoteError) as error:
                 pipe.send(("fault", error))
     except (EOFError, ConnectionError):
         return
@@ -796,7 +875,7 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
     """Sum the counts of all shards. "bad_records" names the first SHOWN bad documents, and "notes" counts the
     conversations with each note."""
     names = ("documents", "tokens", "text_bytes", "lost_bytes", "unknown_tokens", "counted", "long", "empty",
-             "bad")
+             "dropped", "bad")
     total: Tree = dict.fromkeys(names, 0)
     longest = 0
     bad_records: list[str] = []

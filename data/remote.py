@@ -11,9 +11,11 @@ is an answer and not a failure, and is not retried.
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +31,9 @@ FIRST_WAIT = 1.0  # seconds before the second try; doubles with each further try
 PART_BYTES = 16 << 20  # per request of a download
 MAX_THREADS = 4  # concurrent requests for a file, and files at a time
 WITH_FOLDERS = ("file", "local", "webhdfs", "hdfs")  # protocols with real folders, not just name prefixes
-VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "oid", "blob_id", "mtime", "modificationTime")
+VERSIONS = (
+    "ETag", "etag", "md5Hash", "content_md5", "oid", "blob_id", "mtime", "modificationTime", "Last-Modified"
+)
 
 
 class RemoteError(RuntimeError):
@@ -42,6 +46,7 @@ class FileState:
     """The size of a file in a store, and a `version` that changes with its content if the store has one."""
     size: int  # bytes
     version: str
+    sha256: str = field(default="", compare=False)  # of the content, where the store tells it
 
 
 def is_url(text: str | None) -> bool:
@@ -81,12 +86,23 @@ class RemoteFolder:
         def look() -> FileState | None:
             self.filesystem.invalidate_cache()
             info = self.filesystem.info(f"{self.path}/{name}")
-            if info["type"] != "file":
-                return None
-            version = next((str(info[key]) for key in VERSIONS if info.get(key) is not None), "")
-            return FileState(int(info["size"]), version)
+            return file_state(info) if info["type"] == "file" else None
 
         return self.call(name, look, None)
+
+    def entries(self) -> dict[str, FileState | None]:
+        """Return the direct files and folders, {} if the folder does not exist. Folders have no state, nor
+        do files whose size a listing does not tell."""
+        def look() -> dict[str, FileState | None]:
+            self.filesystem.invalidate_cache()
+            found = self.filesystem.ls(self.path, detail=True)
+            names = [info["name"].rstrip("/").rpartition("/")[2] for info in found]
+            is_sized = [info["type"] == "file" and info["size"] is not None for info in found]
+            return {
+                name: file_state(info) if sized else None for name, info, sized in zip(names, found, is_sized)
+            }
+
+        return self.call("", look, {})
 
     def names(self) -> list[str]:
         """Return the sorted names of the direct files and folders, [] if the folder does not exist."""
@@ -111,25 +127,34 @@ class RemoteFolder:
         return self.call(name, lambda: self.filesystem.cat_file(f"{self.path}/{name}"), None)
 
     def download(self, name: str, target: Path, size: int) -> None:
-        """Download a file of `size` bytes in parts to a new local file, and fsync it.
+        """Download a file of `size` bytes in parts, after those that the local file already has, and fsync
+        it. A server that sends whole files instead of parts sends it once.
 
         Raises RemoteError if the store has fewer bytes, and OSError if the local disk fails.
         """
-        with open(target, "xb") as file:
-            file.truncate(size)
+        def fetch(start: int) -> bytes:
+            stop = min(start + PART_BYTES, size)
+            data = self.call(
+                name,
+                lambda: self.filesystem.cat_file(f"{self.path}/{name}", start=start, end=stop),
+                b"",
+            )
+            if len(data) == size:
+                return data[start:]
+            if len(data) != stop - start:
+                raise RemoteError(f"{self.url}/{name}: bytes {start} to {stop} are not there")
+            return data
 
-            def fetch(start: int) -> None:
-                stop = min(start + PART_BYTES, size)
-                data = self.call(
-                    name,
-                    lambda: self.filesystem.cat_file(f"{self.path}/{name}", start=start, end=stop),
-                    b"",
-                )
-                if len(data) != stop - start:
-                    raise RemoteError(f"{self.url}/{name}: bytes {start} to {stop} are not there")
-                os.pwrite(file.fileno(), data, start)
-
-            in_threads(fetch, range(0, size, PART_BYTES))
+        with open(target, "ab") as file:
+            if file.tell() < size:
+                file.write(fetch(file.tell()))
+            starts = iter(range(file.tell(), size, PART_BYTES))
+            with ThreadPoolExecutor(MAX_THREADS, "store") as pool:
+                parts = deque(pool.submit(fetch, start) for start in islice(starts, MAX_THREADS))
+                while parts:
+                    file.write(parts.popleft().result())
+                    parts.extend(pool.submit(fetch, start) for start in islice(starts, 1))
+            file.flush()
             os.fsync(file.fileno())
 
     # ---- writing -------------------------------------------------------------------------------------------
@@ -182,6 +207,12 @@ class RemoteFolder:
             time.sleep(wait)
             wait *= 2
         raise AssertionError("unreachable")
+
+
+def file_state(info: dict[str, Any]) -> FileState:
+    """Return what a store tells of a file."""
+    version = next((str(info[key]) for key in VERSIONS if info.get(key) is not None), "")
+    return FileState(int(info["size"]), version, (info.get("lfs") or {}).get("sha256", ""))
 
 
 def as_remote_error(place: str, error: Exception) -> RemoteError:

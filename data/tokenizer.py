@@ -440,17 +440,22 @@ def train_bpe(
     """Train a sentencepiece BPE of `pieces` ids that decodes exactly: no normalization, spaces, digits and
     newlines are kept, unknown characters become bytes. Write it to `out`, a .model path, if given.
     `sentinels` are special tokens, never spelled by text. Raises ConfigError if the text is too short for
-    that many pieces, or has more characters than pieces."""
+    that many pieces, or has more characters than pieces, and whatever reading `texts` raises."""
     model = io.BytesIO()
     num_lines = 0
 
+    failed: list[Exception] = []  # to read the texts, which sentencepiece would not pass on
+
     def lines() -> Iterator[str]:
         nonlocal num_lines
-        for text in texts:
-            for line in text.split("\n"):
-                for part in split_long_line(line):
-                    num_lines += 1
-                    yield part
+        try:
+            for text in texts:
+                for line in text.split("\n"):
+                    for part in split_long_line(line):
+                        num_lines += 1
+                        yield part
+        except Exception as error:
+            failed.append(error)
 
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -475,8 +480,11 @@ def train_bpe(
             minloglevel=3,
         )
     except Exception as error:
-        reason = training_error(error, pieces, has_text=num_lines > 0)
-        raise ConfigError(f"tokenizer bpe-{pieces}: {reason}") from None
+        if not failed:
+            reason = training_error(error, pieces, has_text=num_lines > 0)
+            raise ConfigError(f"tokenizer bpe-{pieces}: {reason}") from None
+    if failed:
+        raise failed[0]
 
     if out is not None:
         pathlib.Path(out).write_bytes(model.getvalue())

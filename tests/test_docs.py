@@ -34,6 +34,7 @@ import lab.scaling.command
 import scripts.average
 import scripts.compare.__main__
 import scripts.convert
+import scripts.corpus
 import scripts.evaluate
 import scripts.generate
 import scripts.grid
@@ -308,6 +309,7 @@ PROGRAMS = ("python", "torchrun", "bash", "sbatch", "pip", "bevatron")
 PARSERS = {
     "average": scripts.average.arguments, "bench": lab.benchmarks.command.make_parser,
     "compare": scripts.compare.__main__.arguments, "convert": scripts.convert.arguments,
+    "corpus": scripts.corpus.arguments,
     "evaluate": scripts.evaluate.arguments, "generate": scripts.generate.arguments,
     "grid": scripts.grid.arguments,
     "launch": scripts.launch.arguments,

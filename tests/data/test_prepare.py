@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from config import ConfigError, DataConfig
-from data import documents, prepare, tokenizer
+from data import documents, prepare, progress, tokenizer
 from data.indexed import IndexedDataset
 from scripts import prepare_data
 
@@ -159,7 +159,8 @@ def test_a_tokenizer_is_trained_on_no_more_text_than_it_needs(tmp_path, monkeypa
     for texts_, taken in ((["abcdef"] * 9, 2), (["abcde"] * 9, 3), (["a" * 99] * 2, 1), (["", "abc"] * 2, 2)):
         path.write_bytes(jsonl(texts_))
         (unit,) = documents.plan_units([str(path)])
-        assert len(list(prepare.training_texts([unit], "text", None))) == taken
+        job = prepare.TokenizeJob(parts="", key="text", append_eod=True, skip_bad=False)
+        assert len(list(prepare.training_texts([unit], job, None))) == taken
 
 
 def test_a_standard_library_that_has_changed_is_prepared_again(tmp_path, monkeypatch):
@@ -563,9 +564,9 @@ class Terminal(io.StringIO):
 
 def test_progress_shows_the_share_the_speed_and_the_time_left(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(prepare_data.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     for stream in (Terminal(), io.StringIO()):
-        bar = prepare_data.Progress(stream)
+        bar = progress.Progress(stream)
         for now[0], done in ((0, 0), (10, 50_000_000), (20, 100_000_000)):
             bar.show(done, 100_000_000)
         bar.end()
@@ -591,6 +592,22 @@ def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
     assert done == sorted(done) and done[-1] == sum(sizes)
     if workers == 1:
         assert {sum(sizes[:2]), sum(sizes[:4])} <= set(done)
+
+
+def test_a_limit_of_tokens_ends_after_the_unit_that_reaches_it(corpus, model, tmp_path):
+    """And progress shows the bytes that this takes, as the units before let expect."""
+    size, told = os.path.getsize(corpus), []
+    whole = prepare.prepare_corpus([corpus], model, tmp_path / "whole", unit_bytes=UNIT)
+    limit = whole["tokens"] // 2
+    some = prepare.prepare_corpus(
+        [corpus], model, tmp_path / "some", unit_bytes=UNIT, limit_tokens=limit,
+        progress=lambda done, whole: told.append((done, whole)),
+    )
+    assert limit <= some["tokens"] < limit + whole["tokens"] * 1.5 * UNIT / size
+    ids = IndexedDataset(tmp_path / "whole").read(0, some["tokens"])
+    assert (IndexedDataset(tmp_path / "some").read(0, some["tokens"]) == ids).all()
+    assert told[0] == (0, size) and 0.4 * size < told[-1][1] < 0.75 * size
+    assert all(done <= expected for done, expected in told)
 
 
 def test_progress_within_a_unit_is_the_bytes_up_to_the_last_line(tmp_path, monkeypatch):

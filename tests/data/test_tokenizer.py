@@ -113,6 +113,17 @@ def test_too_little_text_to_train_on_is_refused(texts, pieces, told):
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("before", [0, 500])
+def test_text_that_cannot_be_read_is_told_as_such(before):
+    """Not as too little text, and nothing is trained on what came before."""
+    def texts():
+        yield from (f"text {number} of many" for number in range(before))
+        raise ConfigError("a.parquet: no column 'text'")
+
+    with pytest.raises(ConfigError, match="^a.parquet: no column 'text'$"):
+        tokenizer.train_bpe(texts(), 290)
+
+
 def test_text_comes_back_from_a_tokenizer_json(folder, tmp_path):
     tok = tokenizer.load_tokenizer(folder)
     assert tok.eod == 1 and tok.bos == 0 and tok.vocab == 279

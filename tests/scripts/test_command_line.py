@@ -19,6 +19,7 @@ SCRIPTS = {  # words of each, and what is said of them
     "bench": ("step --steps two", "--steps: expected a whole number, got 'two'"),
     "compare": ("a b --watch soon", "--watch: expected a whole number, got 'soon'"),
     "convert": ("to-hf a b --dtype fp64", "--dtype: invalid choice: 'fp64' (choose from"),
+    "corpus": ("c4 --files few", "--files: expected a whole number, got 'few'"),
     "evaluate": ("a --data", "--data: expected one argument"),
     "generate": ("a --temperature hot", "--temperature: expected a number, got 'hot'"),
     "grid": ("llama3-tiny --log.name a --over seed 1", "--over: seed is not a key; write --over optim.lr"),
