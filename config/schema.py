@@ -155,9 +155,9 @@ class ModelConfig:
     mlp: ChannelMixer  # what mixes the channels of a token
     norm: NormConfig  # around the mixer and the MLP of every block, and after the last block
     residual: Literal["sequential", "parallel", "parallel_norms"] = "sequential"  # a block adds its mixer's
-    #   output to the residual stream before the MLP reads it; parallel: both read the same norm, and are added
-    #   together (PaLM, arXiv 2204.02311); parallel_norms: likewise, each with its own norm (GPT-NeoX, arXiv
-    #   2204.06745)
+    #   output to the residual stream before the MLP reads it; parallel: both read the same norm, and are
+    #   added together (PaLM, arXiv 2204.02311); parallel_norms: likewise, each with its own norm (GPT-NeoX,
+    #   arXiv 2204.06745)
     residual_scale: Positive = 1.0  # factor of what mixer and MLP add to the residual stream (Granite)
     blocks: tuple[BlockVariant, ...] = ()  # kinds of blocks: blocks.NAME.mixer.KEY VALUE, where each
     #   differs from the mixer, mlp and norm above

@@ -107,7 +107,9 @@ def run_settings(recipe: Config, turned: Config, growth: float, stated: Tree) ->
     sequence_tokens = recipe.train.seq_len
     batch_tokens = recipe.train.global_batch * sequence_tokens
     tokens = recipe.train.tokens or recipe.train.steps * batch_tokens
-    longer = turned.train.tokens / tokens if "train.tokens" in stated else growth
+    longer = growth
+    if "train.tokens" in stated and turned.train.tokens is not None:
+        longer = turned.train.tokens / tokens
 
     # sequences of a step, of this run and of the recipe, whose sequences may have another length
     base_batch = max(1, round(batch_tokens / turned.train.seq_len))

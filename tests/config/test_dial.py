@@ -77,8 +77,9 @@ def test_what_is_stated_beside_the_depth_wins_and_the_rest_follows_from_it():
     longer = at("speedrun --depth 12 --train.tokens 5.2848e9")
     assert longer.train.global_batch == 256 * 2 ** round(0.383 * 2)
     assert longer.optim.weight_decay == pytest.approx(0.4 * math.sqrt(2) / 4, rel=1e-3)
-    steps = at("speedrun --depth 12 --train.steps 7")
-    assert (steps.train.steps, steps.train.tokens) == (7, None)
+    for words in ("--train.steps 7", "--train.tokens none --train.steps 7"):
+        steps = at(f"speedrun --depth 20 {words}").train
+        assert (steps.steps, steps.tokens, steps.global_batch) == (7, None, 512)
     wide = at("speedrun --depth 12 --model.hidden 1536")
     assert (wide.model.layers, wide.model.mixer.heads, wide.model.mlp.width) == (12, 12, 6144)
     short = at("speedrun --depth 12 --train.seq_len 1024")
