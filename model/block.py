@@ -5,8 +5,8 @@ residual stream x, with norms placed by model.norm.place:
     after    x += norm(f(x))                      OLMo 2 (arXiv 2501.00656)
     around   x += norm_after(f(norm(x)))          Gemma 2 (arXiv 2408.00118)
 
-With model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)); with parallel_norms,
-each reads its own.
+With model.residual parallel, both read the same norm: x += mixer(norm(x)) + mlp(norm(x)). With
+parallel_norms, each reads its own norm of x.
 
 MIXERS and MLPS list the choices: attention can be replaced by a mixer with a state, and the MLP by a mixture
 of experts. A kind of block may have only one of the two (Nemotron-H, arXiv 2504.03624).

@@ -406,7 +406,7 @@ def parse(words: list[str]) -> None:
         from scripts import dry_run
 
         options, settings = dry_run.arguments().parse_known_args(rest[1:])
-        resolve(options.name, None, settings)
+        resolve(*split_argv([options.name, *settings]))
     elif rest[0] == "train.py":
         parse_train(rest[0], rest[1:], 1)
     elif rest[:2] == ["-m", "pytest"]:

@@ -226,7 +226,7 @@ GENERAL = {
     },
     "gpt_neox": {
         "norm.kind": "layernorm", "mlp": {"activation": "gelu_erf", "bias": True},
-        "residual": "parallel_norms", "mixer": {"bias": "all", "rope.share": 0.5},
+        "residual": "parallel_norms", "mixer": {"heads": 3, "bias": "all", "rope.share": 0.5},
     },
     "nemotron": {
         "norm.kind": "layernorm", "mlp.activation": "relu2",

@@ -32,6 +32,7 @@ FAMILY = {  # start of a preset's name
     "short-conv": "lfm2", "delta-": "qwen3_5_text", "olmo-hybrid": "olmo_hybrid",
     "mamba-": "granitemoehybrid", "kimi-": "kimi_linear", "gpt-oss": "gpt_oss", "laguna": "laguna",
     "mimo": "mimo_v2_flash", "step3": "step3p5", "pythia": "gpt_neox",
+    "speedrun": "nanochat",
 }
 COUNTED = (
     "gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "deepseek-v2-lite",
@@ -242,6 +243,8 @@ def test_defaults_are_those_of_transformers(transformers, kind):
     rope = getattr(theirs, "rope_parameters", None) or vars(theirs)  # transformers 5 keeps rope_theta there
     stated = {"rope_theta": rope.get("full_attention", rope).get("rope_theta")}
     stated["rope_local_base_freq"] = rope.get("sliding_attention", {}).get("rope_theta")
+    stated["rotary_emb_base"] = stated["rope_theta"]
+    stated["rotary_pct"] = rope.get("partial_rotary_factor")
     for key, value in defaults.items():
         assert value == (stated[key] if key in stated else getattr(theirs, key)), key
 
