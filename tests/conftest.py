@@ -178,6 +178,20 @@ def ranks():
         p.close()
 
 
+@pytest.fixture(scope="session")
+def transformers():
+    """The library that texts, weights and scores are compared with."""
+    return pytest.importorskip("transformers", reason="transformers is not installed: nothing is compared")
+
+
+@pytest.fixture(scope="session")
+def prefix(tmp_path_factory):
+    """The corpus of ranks.py, for tests that read it and no more."""
+    from ranks import corpus
+
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.fixture(autouse=True)
 def process_settings():
     """Each test begins and ends with the determinism and the threads of a new process, whatever train.main

@@ -2,15 +2,24 @@
 
 The proof of the whole program reads files through the loader instead (lab/proof/verify/loop.py).
 """
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
+from build import build_run
 from config import Config, global_batch_at
+from model.sharding import parallel_dims
 from parallel.microbatch import Microbatch
+from parallel.topology.mesh import Mesh
 
 IGNORED_TARGET = -100
 IGNORED_SHARE = 0.2
 DOCUMENT_STARTS_SHARE = 0.1
+# what a checkpoint says of its data
+DATA = SimpleNamespace(
+    tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d", is_chat=False, has_start=False
+)
 
 
 class RandomTokens:
@@ -61,3 +70,11 @@ class RandomTokens:
                 step_targets=(targets != IGNORED_TARGET).sum(),
             ))
         return microbatches
+
+
+def begin(world, cfg: Config, steps: int | None = None):
+    """Return a rank's run on a CPU, whose ledger is empty, and its tokens. steps: if not those of cfg."""
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+    mesh.ledger.clear()
+    run = build_run(cfg, mesh, torch.device("cpu"), DATA, steps or cfg.train.steps)
+    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)

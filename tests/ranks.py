@@ -31,18 +31,28 @@ SIZES = (
     "--eval.sample 0 --log.every 1 --optim.warmup 2"
 ).split()
 MODEL = (*SIZES, "--model.mixer.kv_heads", "2")
+EOD = 256  # ends documents of the byte tokenizer
+
+
+def write_documents(prefix, documents, tok=None) -> str:
+    """Write a data set of documents of ids, to which it adds their end. Returns the prefix.
+
+    tok: bytes, if none is given.
+    """
+    tok = tok or tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(prefix, tok.vocab) as writer:
+        for ids in documents:
+            writer.add([*ids, tok.eod])
+        writer.finish(tok, 1)
+    return str(prefix)
 
 
 def corpus(folder: pathlib.Path) -> str:
     """A prefix of 60 documents of random letters with the byte tokenizer (257 ids: the padded vocabulary is
     longer).
     """
-    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(0)
-    with IndexedDatasetWriter(folder / "text", tok.vocab) as w:
-        for _ in range(60):
-            w.add([*rng.integers(97, 123, rng.integers(10, 60)), tok.eod])
-        w.finish(tok, 1)
-    return str(folder / "text")
+    rng = np.random.default_rng(0)
+    return write_documents(folder / "text", (rng.integers(97, 123, rng.integers(10, 60)) for _ in range(60)))
 
 
 @dataclass(frozen=True)

@@ -113,9 +113,10 @@ def train_theirs(model, batches, params):
     return losses, norms
 
 
-def load_theirs(home):
-    model = AutoModelForCausalLM.from_pretrained(home / "hf", dtype=torch.float64)
-    model.model.rotary_emb.inv_freq = 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+def load_theirs(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    size = model.config.hidden_size // 4
+    model.model.rotary_emb.inv_freq = 10000.0 ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
     return model
 
 
@@ -143,7 +144,7 @@ FROZEN = {
 def test_what_is_not_frozen_trains_as_with_torchs_adamw_alone(home, groups, frozen):
     name = f"frozen-{len(groups)}"
     ours = train_ours(home, name, "--optim.groups", groups)
-    model = load_theirs(home)
+    model = load_theirs(home / "hf")
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     left = [p for key, p in model.named_parameters() if not any(word in key for word in frozen)]
     same_values(ours, train_theirs(model, ours.batches, left))
@@ -279,7 +280,7 @@ def test_adapters_train_as_low_rank_branches_by_hand(home, words, targets, scale
         assert value.abs().max() <= value.shape[1] ** -0.5 and value.any() == (which == "a")
         return value
 
-    model = load_theirs(home)
+    model = load_theirs(home / "hf")
     branches = add_branches(model, targets, scale, first)
     left = [p for branch in branches.values() for p in (branch.a, branch.b)]
     left += [p for key, p in model.named_parameters() if any(word in key for word in others)]
@@ -309,7 +310,7 @@ def test_an_exported_adapter_has_pefts_names_and_the_logits_of_the_run(home):
         path = f"base_model.model.model.layers.{layer}.{THEIR_NAMES[target]}"
         return tensors.pop(f"{path}.lora_{which.upper()}.weight").double()
 
-    model = load_theirs(home)
+    model = load_theirs(home / "hf")
     add_branches(model, targets, scale, stored)
     assert not tensors
     with InFp64(), torch.no_grad():

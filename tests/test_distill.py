@@ -11,11 +11,12 @@ import torch
 from in_fp64 import InFp64
 from program import Enough, trained
 from ranks import corpus
+from test_continued import load_theirs, same_values
 
 pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
 
 import tokenizers  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from checkpoint.disk import store  # noqa: E402
 from checkpoint.trained import load_run  # noqa: E402
@@ -86,13 +87,6 @@ def train_ours(home, name, *more, last=None, model=None):
     return seen
 
 
-def load_theirs(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    size = model.config.hidden_size // 4
-    model.model.rotary_emb.inv_freq = 10000.0 ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    return model
-
-
 def logits_of_llama(folder):
     """tokens -> logits of a Hugging Face folder."""
     model = load_theirs(folder)
@@ -128,11 +122,6 @@ def train_theirs(home, batches, teacher_logits, share, temperature):
         losses.append(loss.item())
     assert uncounted > 0
     return losses, norms
-
-
-def same_values(ours, theirs):
-    assert ours.loss == pytest.approx(theirs[0], rel=1e-9)
-    assert ours.norm == pytest.approx(theirs[1], rel=1e-9)
 
 
 def teacher_of(run):

@@ -7,15 +7,9 @@ import warnings
 
 import golden
 import pytest
-from ranks import corpus
 
 TOLERANCE = 1e-5  # relative, of losses in fp32 under another torch or on another processor
 TOLERANCE_BF16 = 1e-2
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("golden"))
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +19,8 @@ def recorded():
 
 @pytest.mark.slow(core=["one rank", "dp2 zero1 in bf16", "a mixture on ep2"])
 @pytest.mark.parametrize("name", list(golden.LAYOUTS))
-def test_a_run_is_what_it_was(tmp_path, data, recorded, name):
-    found, was = golden.record(tmp_path, data, name), recorded["layouts"][name]
+def test_a_run_is_what_it_was(tmp_path, prefix, recorded, name):
+    found, was = golden.record(tmp_path, prefix, name), recorded["layouts"][name]
     assert len(found["losses"]) == len(was["losses"]) == golden.STEPS
     assert found["checksums"].keys() == was["checksums"].keys()
     assert found["targets"] == was["targets"]

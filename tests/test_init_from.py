@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ranks import corpus, job
+from ranks import corpus, job, write_documents
 from safetensors.torch import load_file, save_file
 from tokenizer_families import make_tokenizer
 
@@ -23,7 +23,6 @@ from checkpoint.origin import match_token_ids, parts_by_rows, with_tokenizer
 from checkpoint.systems.foreign import open_hf_folder
 from config import ConfigError
 from data import tokenizer
-from data.indexed import IndexedDatasetWriter
 from parallel.sharding.boxes import Box
 
 ROOT = Path(__file__).parent.parent
@@ -93,11 +92,8 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def text(home: Path, name: str, spec: str | Path) -> Path:
     """A data set of that tokenizer."""
     tok = tokenizer.load_tokenizer(spec)
-    with IndexedDatasetWriter(home / name, tok.vocab) as writer:
-        for number in range(60):
-            writer.add([*tok.encode(f"line {number} of some words, and of others " * 2), tok.eod])
-        writer.finish(tok, 1)
-    return home / name
+    lines = (f"line {number} of some words, and of others " * 2 for number in range(60))
+    return Path(write_documents(home / name, map(tok.encode, lines), tok))
 
 
 @pytest.fixture(scope="module")

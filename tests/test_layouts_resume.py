@@ -4,23 +4,17 @@ the same bit for bit on every rank that holds it, and the next losses are those 
 tests/test_elastic_runs.py and tests/test_lives.py do so with train.py and real data.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 
-from build import build_run
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.saver import CheckpointSaver
 from config.reading.tiny import tiny_config
 from config.tree import with_values
 from durable.pool import WorkerPool
-from model.sharding import parallel_dims
 from parallel.sharding.boxes import Box
-from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from train import train_step
 
@@ -53,14 +47,6 @@ def build_config(layout: str, dtype: str = "fp64", name: str = "llama3.2-tiny"):
 
 def get_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
-
-
-def begin(world: World, cfg):
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    tokenizer = SimpleNamespace(fingerprint="t")
-    data = SimpleNamespace(tokenizer=tokenizer, fingerprint="d", is_chat=False, has_start=False)
-    run = build_run(cfg, mesh, torch.device("cpu"), data, cfg.train.steps)
-    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
 
 
 def steps(run, data, first: int, last: int) -> list[float]:

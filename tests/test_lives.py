@@ -18,13 +18,12 @@ import fake_wandb
 import numpy as np
 import pytest
 import run_folder
-from ranks import job
+from ranks import EOD, job, write_documents
 from test_resume import run
 
 from checkpoint import state
 from checkpoint.disk import store
-from data import loader, tokenizer
-from data.indexed import IndexedDatasetWriter
+from data import loader
 from data.remote import url_path
 
 LETTERS = 6000  # of the train split, in which a few letters are at one place alone
@@ -340,13 +339,9 @@ class Lives:
 
 def write_letters(folder: pathlib.Path) -> str:
     """A corpus of random letters, at folder/text -> its letters."""
-    tok = tokenizer.load_tokenizer("bytes")
-    ids = np.random.default_rng(3).integers(97, 123, LETTERS)
-    with IndexedDatasetWriter(folder / "text", tok.vocab) as writer:
-        for part in ids.reshape(12, -1):
-            writer.add([*part[:-1], tok.eod])
-        writer.finish(tok, 1)
-    return "".join("".join(map(chr, [*part[:-1], tok.eod])) for part in ids.reshape(12, -1))
+    documents = np.random.default_rng(3).integers(97, 123, LETTERS).reshape(12, -1)[:, :-1]
+    write_documents(folder / "text", documents)
+    return "".join("".join(map(chr, [*ids, EOD])) for ids in documents)
 
 
 # ---- the lives ---------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import pytest
 import run_folder
 import test_spikes as spikes
 import torch
-from ranks import MODEL, corpus, job
+from ranks import MODEL, job, write_documents
 from run_folder import flip_bit
 from waiting import wait_until
 
@@ -29,8 +29,6 @@ import train
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.files import TORCH, raw_bytes
-from data import tokenizer
-from data.indexed import IndexedDatasetWriter
 from durable import consolidate, copies, memory
 from durable.memory import Nodes
 from parallel.sharding.boxes import Box, from_rows, to_rows
@@ -49,11 +47,6 @@ LAYOUTS = {
     "pp2": (2, ("--parallel.pp", "2")),
     "tp2 pp2": (4, ("--parallel.tp", "2", "--parallel.pp", "2")),
 }
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("memory"))
 
 
 def to_arguments(layout, prefix, home, name):
@@ -688,12 +681,8 @@ def test_what_is_damaged_on_the_disk_is_named(tmp_path, trains):
 def test_other_data_is_refused_without_a_path_in_memory(tmp_path, trains):
     """A shard of one rank gives no weights to another run."""
     killed(trains, "dp2 zero1", 5)
-    tok = tokenizer.load_tokenizer("bytes")
-    with IndexedDatasetWriter(tmp_path / "other", tok.vocab) as writer:
-        for size in range(40, 100):
-            writer.add([*(98 for _ in range(size)), tok.eod])
-        writer.finish(tok, 1)
-    end = trains("dp2 zero1", "--data.path", str(tmp_path / "other"))
+    other = write_documents(tmp_path / "other", ([98] * size for size in range(40, 100)))
+    end = trains("dp2 zero1", "--data.path", other)
     assert 2 in end.codes, end.logs
     assert "the data of the checkpoint of step 4 in memory has fingerprint" in end.errors()[0]
     assert "--log.name OTHER --checkpoint.init_from CHECKPOINT" in end.errors()[0]

@@ -685,18 +685,22 @@ def test_no_key_and_no_choice_is_forgotten():
     assert tried | NEEDS_A_GPU == choices(ModelConfig) - defaults
 
 
-@pytest.fixture(scope="module")
-def seen():
-    """The same settings are looked at once."""
+def once(look):
+    """The function look(model), which looks at the same settings once."""
     known = {}
 
-    def get(model: dict) -> Seen:
+    def get(model: dict):
         key = str(sorted(model.items()))
         if key not in known:
             known[key] = look(model)
         return known[key]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return once(look)
 
 
 @pytest.mark.slow(every=4, core=["mixer.qk_norm=whole-mixer.qk_norm=head"])

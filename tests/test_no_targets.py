@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import run_folder
 import torch
-from ranks import MODEL, corpus, job
+from ranks import MODEL, corpus, job, write_documents
 from run_folder import steps, validations
 from safetensors.torch import load_file
 
@@ -153,15 +153,8 @@ def test_a_run_without_any_target_is_refused(tmp_path, words, fix_hint):
 
 
 def test_documents_of_one_token_are_refused(tmp_path):
-    from data import tokenizer
-    from data.indexed import IndexedDatasetWriter
-
-    tok = tokenizer.load_tokenizer("bytes")
-    with IndexedDatasetWriter(tmp_path / "ends", tok.vocab) as writer:
-        for _ in range(200):
-            writer.add([tok.eod])
-        writer.finish(tok, 1)
-    end = run(tmp_path, str(tmp_path / "ends"), "--train.steps", "2", "--data.doc_mask", "true")
+    ends = write_documents(tmp_path / "ends", [[]] * 200)
+    end = run(tmp_path, ends, "--train.steps", "2", "--data.doc_mask", "true")
     assert end.codes == [2]
     assert "data.doc_mask" in end.errors()[0] and "none of the" in end.errors()[0]
 

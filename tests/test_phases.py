@@ -10,7 +10,7 @@ import pytest
 import run_folder
 import torch
 from program import settings, trained
-from ranks import MODEL, corpus, job
+from ranks import EOD, MODEL, corpus, job, write_documents
 from test_resume import STEPS, run, same_as_clean, story, weights
 
 import config
@@ -23,8 +23,6 @@ from config.reading.phases import check_same_past, first_difference, same_plan
 from config.reading.schedules import plan_pipeline
 from config.reading.tiny import tiny_config
 from config.tree import with_values
-from data import tokenizer
-from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
 from durable.advice import advised_on_memory
 from lab.proof.verify.trial import prove
@@ -185,13 +183,8 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
 
 
 def write_tokens(folder, name: str, count: int) -> str:
-    tok = tokenizer.load_tokenizer("bytes")
-    with IndexedDatasetWriter(folder / name, tok.vocab) as writer:
-        ids = np.random.default_rng(1).integers(97, 123, count - 1)
-        writer.add([*ids, tok.eod])
-        writer.add([tok.eod] * 600)  # for the valid split
-        writer.finish(tok, 1)
-    return str(folder / name)
+    ids = np.random.default_rng(1).integers(97, 123, count - 1)
+    return write_documents(folder / name, (ids, [EOD] * 599))  # the second for the valid split
 
 
 def windows_read(cfg) -> dict[tuple[int, str], list[tuple[int, int]]]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from random_tokens import RandomTokens
-from ranks import MODEL, corpus, job
+from ranks import MODEL, job
 
 from build import build_run, total_steps
 from config import TrainConfig, global_batch_at, global_batch_sizes, sequences_seen, steps_to_see
@@ -77,11 +77,6 @@ def test_a_schedule_for_each_number_of_microbatches():
 
 
 # ---- samples -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("ramp"))
 
 
 def settings(prefix, ramp="4,4,40"):

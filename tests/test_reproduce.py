@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import run_folder
 import torch
-from ranks import MODEL, corpus, job
+from ranks import MODEL, corpus, job, write_documents
 from tokenizer_families import make_tokenizer
 
 import train
@@ -308,14 +308,7 @@ def test_runs_of_other_code_and_data_are_told_apart(run, repo, tmp_path, capfd):
     (patch,) = (tmp_path / "edited/patches").iterdir()
     assert different("r", "edited") == {"code": [commit, f"{commit}+ ({patch.name})"]}
     assert set(different("edited", "moved")) == {"data.path"}
-    from data.indexed import IndexedDatasetWriter
-    from data.tokenizer import load_tokenizer
-
-    tok = load_tokenizer("bytes")
-    with IndexedDatasetWriter(tmp_path / "text", tok.vocab) as writer:
-        for _ in range(40):
-            writer.add([*range(97, 123), tok.eod])
-        writer.finish(tok, 1)
+    write_documents(tmp_path / "text", [range(97, 123)] * 40)
     assert run("--log.name", "later")[0] == 0
     capfd.readouterr()
     assert set(different("edited", "later")) == {"data"}

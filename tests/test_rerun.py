@@ -9,7 +9,7 @@ import pytest
 import run_folder
 import torch
 from program import settings, trained
-from ranks import MODEL, corpus, job
+from ranks import MODEL, job
 
 import train
 from checkpoint.disk import store
@@ -52,11 +52,6 @@ LAYOUTS = {  # (ranks, words)
     "drops": (2, f"{MOE} --model.mlp.capacity.factor 1 --parallel.ep 2 --parallel.ep_chunks 2"),
 }
 CLEAN = ("tp2", "pp2", "dp2 zero1", "ep2")
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("rerun"))
 
 
 @pytest.fixture

@@ -92,6 +92,13 @@ def same_as_clean(home: pathlib.Path, name: str) -> None:
     assert not leftovers(home / name)
 
 
+def check_killed(home: pathlib.Path, extra: tuple, step: int) -> None:
+    """A run that is killed after a step, and started again, is the clean one."""
+    assert run(home, f"killed{step}", f"step.end:step={step}:act=SIGKILL", extra) == -9
+    assert run(home, f"killed{step}", extra=extra) == 0
+    same_as_clean(home, f"killed{step}")
+
+
 def leftovers(folder: pathlib.Path) -> list[str]:
     """The names that an interrupted save or purge left among the checkpoints."""
     names = [path.name for path in (folder / "checkpoints").iterdir()]

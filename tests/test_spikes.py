@@ -12,7 +12,7 @@ import fake_wandb
 import pytest
 import run_folder
 import torch
-from ranks import MODEL, corpus, job
+from ranks import MODEL, job
 from run_folder import steps
 
 import train
@@ -38,11 +38,6 @@ LAYOUTS = {
     "dp2 zero1": (2, "--parallel.zero 1"),
     "pp2": (2, "--parallel.pp 2"),
 }
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("spikes"))
 
 
 def digest(run):

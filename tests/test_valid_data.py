@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 import run_folder
-from ranks import MODEL, job
+from ranks import MODEL, job, write_documents
 from run_folder import validations
 
 from config import ConfigError
@@ -27,16 +27,12 @@ SEQUENCES = 8  # of each validation set; a validation reads all of them
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """{name: a prefix of random letters}: two sets for training, two for validation, of another alphabet."""
-    folder = tmp_path_factory.mktemp("data")
-    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(0)
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
     letters = {"train": (97, 123), "other": (97, 105), "web": (97, 110), "code": (48, 58)}
     for name, alphabet in letters.items():
-        documents = SEQUENCES if name in ("web", "code") else 60
-        with IndexedDatasetWriter(folder / name, tok.vocab) as writer:
-            for number in range(documents):
-                length = SEQ_LEN - (number > 0)  # a window has a token more, and shares it with the next
-                writer.add([*rng.integers(*alphabet, length), tok.eod])
-            writer.finish(tok, 1)
+        # a window has a token more, and shares it with the next
+        lengths = [SEQ_LEN] + [SEQ_LEN - 1] * ((SEQUENCES if name in ("web", "code") else 60) - 1)
+        write_documents(folder / name, (rng.integers(*alphabet, length) for length in lengths))
     return {name: str(folder / name) for name in letters}
 
 
@@ -86,14 +82,11 @@ def test_ranks_validate_on_parts_with_other_numbers_of_targets(tmp_path, files):
     """Documents of three of eight sequences have one letter, and half of the tokens there do not count under
     data.doc_mask. Two ranks cannot divide three evenly, and have the losses of one process.
     """
-    tok = tokenizer.load_tokenizer("bytes")
-    with IndexedDatasetWriter(tmp_path / "uneven", tok.vocab) as writer:
-        for length in [5 * SEQ_LEN] + 3 * SEQ_LEN // 2 * [1]:
-            writer.add([*np.random.default_rng(length).integers(97, 123, length), tok.eod])
-        writer.finish(tok, 1)
-
+    lengths = [5 * SEQ_LEN] + 3 * SEQ_LEN // 2 * [1]
+    documents = (np.random.default_rng(length).integers(97, 123, length) for length in lengths)
+    uneven = write_documents(tmp_path / "uneven", documents)
     words = ["--data.path", files["train"], "--data.doc_mask", "true",
-             "--data.valid", f"0.5 {tmp_path / 'uneven'} 0.5 {files['code']}"]
+             "--data.valid", f"0.5 {uneven} 0.5 {files['code']}"]
     losses = {}
     for world in (1, 2):
         end = run(tmp_path, *words, name=f"{world}", world=world)

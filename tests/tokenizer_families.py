@@ -151,6 +151,15 @@ def sentencepiece_like(special: tuple[str, ...], has_prefix: bool) -> tokenizers
     return made
 
 
+def write_one_word(folder):
+    """A tokenizer.json of the word a between blanks: all others are unknown. Returns the folder."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "<eos>": 2}, "<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<eos>"])
+    words.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def make_tokenizer(name: str, home: pathlib.Path) -> pathlib.Path:
     """Writes the folder `home` of a tokenizer of this family."""
     family = FAMILIES[name]

@@ -33,8 +33,3 @@ def read_sizes(monkeypatch):
 
     monkeypatch.setattr(tensors_by_name, "read_into", noted)
     return sizes
-
-
-@pytest.fixture(scope="session")
-def transformers():
-    return pytest.importorskip("transformers", reason="transformers is not installed: nothing is compared")

@@ -3,9 +3,8 @@ an independent implementation has on the tokens of the first step. The parts of 
 from their definitions in plain torch, they share nothing with ours.
 """
 
-import json
-
 import pytest
+import run_folder
 import torch
 import torch.nn.functional as F
 from ranks import corpus, job
@@ -46,8 +45,7 @@ def first_loss(home, recipe, settings, layout="one"):
     ranks, keys = LAYOUTS[layout]
     end = job(home, ranks, words(home, recipe, layout, {**settings, **keys}))
     assert end.codes == [0] * ranks, end.logs
-    rows = [json.loads(line) for line in (home / "runs" / layout / "metrics.jsonl").read_text().splitlines()]
-    return next(row["loss"] for row in rows if row.get("step") == 1), end.logs[0]
+    return run_folder.losses(home / "runs" / layout)[1], end.logs[0]
 
 
 def refusal(home, recipe, settings, ranks=1):

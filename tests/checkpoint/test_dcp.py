@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import save
-from test_named_tensors import bits, some
+from test_named_tensors import bits, check_all, some
 from test_pickled import Reduced, refusal
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -56,11 +56,7 @@ def test_what_one_process_saves_is_read(tmp_path):
     torch_dcp.save(saved, checkpoint_id=tmp_path / "step-7", no_dist=True)
     source = open_dcp(tmp_path / "step-7")
     tensors = model | {f"optimizer.state.w.{name}": t for name, t in optimizer["state"]["w"].items()}
-    assert {name: (info.shape, info.dtype) for name, info in source.tensors.items()} == {
-        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
-    }
-    for name, tensor in tensors.items():
-        assert torch.equal(bits(source.read(name)), bits(tensor)), name
+    check_all(source, tensors)
     box = (slice(3, 9), slice(2, 8))
     assert torch.equal(bits(source.read("layers.0.attention.wq.weight", box)),
                        bits(model["layers.0.attention.wq.weight"][box]))

@@ -54,6 +54,17 @@ def lease_here(folder):
     return Lease(folder, renew_s=0.2, expires_s=1.0)
 
 
+def check_taken_when_expired(folder):
+    """It is somebody's until then, and then ours alone."""
+    lease = lease_here(folder)
+    began = time.monotonic()
+    lease.take(flock_works=True)
+    assert time.monotonic() - began >= 1.0
+    lease.check()
+    lease.release()
+    assert not list(folder.iterdir())
+
+
 def is_accepted(call, *arguments):
     """Whether the call does not refuse."""
     try:
@@ -74,13 +85,7 @@ def test_a_run_on_another_host_that_lives_is_named_at_once(tmp_path, other_host)
 def test_what_a_host_that_died_left_behind_is_taken_when_it_has_expired(tmp_path, other_host):
     other_host.kill()
     other_host.wait()
-    lease = lease_here(tmp_path)
-    began = time.monotonic()
-    lease.take(flock_works=True)
-    assert time.monotonic() - began >= 1.0
-    lease.check()
-    lease.release()
-    assert not list(tmp_path.iterdir())
+    check_taken_when_expired(tmp_path)
 
 
 @pytest.mark.slow
@@ -171,12 +176,7 @@ def test_without_flock_the_lease_keeps_two_processes_of_one_kernel_apart(tmp_pat
 @pytest.mark.parametrize("text", ["", "x", "[]", "{}", "[" * 900, "null", '{"kernel": []}'])
 def test_a_damaged_lease_is_waited_for_and_taken(tmp_path, text):
     (tmp_path / leases.NAME).write_text(text)
-    lease = lease_here(tmp_path)
-    began = time.monotonic()
-    lease.take(flock_works=True)
-    assert time.monotonic() - began >= 1.0  # somebody's, until it has expired
-    lease.release()
-    assert not list(tmp_path.iterdir())
+    check_taken_when_expired(tmp_path)
 
 
 def test_a_look_that_fails_does_not_give_a_live_lease_away(tmp_path, other_host, monkeypatch):

@@ -124,14 +124,6 @@ def test_one_changed_element_anywhere_is_seen(tmp_path, monkeypatch, dtype):
     assert linked_files(store.save(tmp_path, 9, whole(truth), {}, keep=9))
 
 
-def test_the_last_element_of_a_large_file_is_seen(tmp_path):
-    truth = tensors(0)
-    for step in (1, 2, 3):
-        truth["a"][-1, -1] = step
-        path = store.save(tmp_path, step, whole(truth), {}, keep=9)
-        assert same(loaded(path, truth), truth)
-
-
 def test_every_dtype_and_shape_is_linked(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHARD_BYTES", 300)
     truth = state(1)

@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import torch
-from test_model_keys import CASES, ELSEWHERE, OTHER_KINDS, SIZE, TRAIN, Case
+from test_model_keys import CASES, ELSEWHERE, OTHER_KINDS, SIZE, TRAIN, Case, once
 
 import config.reading
 from checkpoint.trained import weights_only
@@ -62,16 +62,7 @@ def look(model: dict, **sections) -> Seen:
 
 @pytest.fixture(scope="module")
 def seen():
-    """The same settings are looked at once."""
-    known: dict[str, Seen] = {}
-
-    def get(model: dict) -> Seen:
-        key = str(sorted(model.items()))
-        if key not in known:
-            known[key] = look(model)
-        return known[key]
-
-    return get
+    return once(look)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import run_folder
 from ranks import MODEL, corpus
 
 from config.reading import dump, resolve, split_argv
@@ -38,8 +39,7 @@ def test_a_sweep_by_a_plain_shell_loop_makes_three_runs(tmp_path):
         folder = tmp_path / "runs" / name
         cfg = resolve(None, str(folder / "config.yaml"), [])
         assert (cfg.optim.lr, cfg.log.name) == (rate, name)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses.add([row["loss"] for row in rows if "loss" in row][-1])
+        losses.add(run_folder.steps(folder)[-1]["loss"])
     assert len(losses) == 3
 
 

@@ -65,25 +65,17 @@ def test_a_text_continues_below_its_own_start():
     assert hanging_lines("a ", "b · c", None) == ["a b · c"]
 
 
-def test_help_fills_the_width_and_keeps_indented_lines(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "52")
-    text = "One sentence of many words that goes on\nover lines.\n\n    a command   --with blanks\n\nAnother."
+@pytest.mark.parametrize("width, text, lines", [
+    (52, "One sentence of many words that goes on\nover lines.\n\n    a command   --with blanks\n\nAnother.",
+     ["One sentence of many words that goes on over", "lines.", "", "    a command   --with blanks", "",
+      "Another."]),
+    (32, "It does:\n- one thing, with words that\n  go on below\n- another\nAnd then more.",
+     ["It does:", "- one thing, with words that", "  go on below", "- another", "And then more."]),
+], ids=["indented lines", "items"])
+def test_help_fills_the_width_and_keeps_lines_that_stand_apart(monkeypatch, width, text, lines):
+    monkeypatch.setenv("COLUMNS", str(width))
     parser = argparse.ArgumentParser(prog="p", description=text, formatter_class=ParagraphHelp)
-    said = parser.format_help().split("options:")[0].splitlines()[2:]
-    assert said == [
-        "One sentence of many words that goes on over", "lines.", "", "    a command   --with blanks", "",
-        "Another.", "",
-    ]
-
-
-def test_items_of_a_description_stand_on_lines_of_their_own(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "32")
-    text = "It does:\n- one thing, with words that\n  go on below\n- another\nAnd then more."
-    parser = argparse.ArgumentParser(prog="p", description=text, formatter_class=ParagraphHelp)
-    said = parser.format_help().split("options:")[0].splitlines()[2:]
-    assert said == [
-        "It does:", "- one thing, with words that", "  go on below", "- another", "And then more.", "",
-    ]
+    assert parser.format_help().split("options:")[0].splitlines()[2:] == [*lines, ""]
 
 
 def test_the_width_is_asked_of_the_environment_first(monkeypatch):

@@ -2,11 +2,11 @@
 they count, and is right: with all of them set a run writes the same bytes.
 """
 
-import json
 import shlex
 import typing
 
 import pytest
+import run_folder
 from ranks import MODEL, corpus, job
 from safetensors.torch import load_file
 
@@ -230,8 +230,8 @@ def test_what_is_to_be_added_keeps_the_proportions(name):
 
 def kept(folder) -> tuple[list, list[tuple[str, bytes]]]:
     """Losses and norms of a run, bit for bit, and every tensor of its checkpoint."""
-    rows = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: row.get(k) for k in ("step", "loss", "grad_norm", "lr", "val_loss")} for row in rows]
+    keys = ("step", "loss", "grad_norm", "lr", "val_loss")
+    rows = [{k: row.get(k) for k in keys} for row in run_folder.rows(folder / "r")]
     (saved,) = (folder / "r" / "checkpoints").glob("step_*/*.safetensors")
     return rows, sorted((name, value.numpy().tobytes()) for name, value in load_file(saved).items())
 
@@ -301,15 +301,11 @@ def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, nam
         assert same == idle, f"optim.{key} of {name}"
 
 
-@pytest.mark.parametrize("blend", ["0.5 a 0.5 b", "1/3 a 2/3 b", "3e-1 a 7e-1 b", "1 'my a' 2 b"])
-def test_every_blend_has_sources(blend):
-    assert len(parse_blend(blend)[1]) == 2  # which train.py validates one by one
-    words = ["--data.path", blend, "--eval.source_batches", "4"]
-    assert unused.check_unused(resolve("llama3-tiny", None, words)) == ""
-
-
-@pytest.mark.parametrize("path", ["stdlib", "a folder of text", "1 'my text'", "0.5 a"])
-def test_a_single_source_has_none(path):
-    assert len(parse_blend(path)[1]) == 1
-    words = ["--data.path", path, "--eval.source_batches", "4"]
-    assert "eval.source_batches 4" in unused.check_unused(resolve("llama3-tiny", None, words))
+@pytest.mark.parametrize("path, sources", [
+    *((blend, 2) for blend in ("0.5 a 0.5 b", "1/3 a 2/3 b", "3e-1 a 7e-1 b", "1 'my a' 2 b")),
+    *((path, 1) for path in ("stdlib", "a folder of text", "1 'my text'", "0.5 a")),
+])
+def test_a_blend_alone_has_sources_to_validate_one_by_one(path, sources):
+    assert len(parse_blend(path)[1]) == sources
+    line = unused.check_unused(resolved(f"--data.path {shlex.quote(path)} --eval.source_batches 4"))
+    assert ("eval.source_batches 4" in line) == (sources == 1) and bool(line) == (sources == 1)

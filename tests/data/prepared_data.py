@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import run_folder
 import tokenizers
 from ranks import job
 
@@ -64,8 +65,7 @@ def get_text(index: IndexedDataset, first=0, stop=None):
 
 def metrics(folder, *names):
     """The values under these names in metrics.jsonl, in their order."""
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [row[name] for row in rows for name in names if name in row]
+    return [row[name] for row in run_folder.rows(folder) for name in names if name in row]
 
 
 LAYOUTS = ("--parallel.zero 1", "--parallel.cp 2", "--parallel.pp 2 --train.micro_batch 2")

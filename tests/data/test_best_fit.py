@@ -8,7 +8,7 @@ import pytest
 import torch
 from prepared_data import check_layouts, loader_config, metrics
 from ranks import MODEL, job
-from test_resume import run, same_as_clean
+from test_resume import check_killed, run
 
 import config
 from checkpoint.disk import store
@@ -244,10 +244,7 @@ def home(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_a_run_killed_around_a_boundary_resumes_bit_for_bit(home, step):
-    folder, extra = home
-    assert run(folder, f"killed{step}", f"step.end:step={step}:act=SIGKILL", extra) == -9
-    assert run(folder, f"killed{step}", extra=extra) == 0
-    same_as_clean(folder, f"killed{step}")
+    check_killed(*home, step)
 
 
 @pytest.mark.slow

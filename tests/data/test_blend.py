@@ -51,10 +51,6 @@ def test_a_trillion_samples_in_nothing_is_lost_or_twice():
         assert mine == list(range(mine[0], mine[0] + len(mine))) if mine else True
 
 
-def test_one_set_is_read_in_its_own_order():
-    assert parse_blend("runs/my data/x")[0].pick(5, 3)[1].tolist() == [5, 6, 7]
-
-
 def test_two_sets_stay_within_one():
     d, _ = parse_blend("0.7 a 0.3 b")[0].pick(0, 10_000)
     assert np.abs(np.cumsum(d == 0) - 0.7 * np.arange(1, 10_001)).max() <= 1

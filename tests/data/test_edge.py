@@ -13,6 +13,7 @@ import random
 
 import numpy as np
 import pytest
+import run_folder
 import torch
 from ranks import MODEL
 from tokenizer_families import FAMILIES, make_tokenizer
@@ -129,8 +130,7 @@ def test_wild_files_have_the_loss_of_transformers(transformers, tmp_path, capsys
     settings = [*data, "--log.dir", tmp_path, "--log.name", "run", "--train.steps", 1, "--optim.lr", 1e-6]
     settings += ["--train.dtype", "fp64", "--model.init_std", 0.3, "--eval.batches", windows // BATCH]
     assert train.main(["llama3-tiny", *MODEL, *map(str, settings)]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    (validation,) = [row for row in rows if row.get("step") == 1 and "val_loss" in row]
+    (validation,) = [row for row in run_folder.validations(tmp_path / "run") if row.get("step") == 1]
 
     # its loss
     assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0

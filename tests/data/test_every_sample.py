@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from program import Enough, corpus, settings, trained
+from ranks import write_documents
 
-from data import tokenizer
-from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.indexed import IndexedDataset
 from data.loader import open_loader
 from parallel.wire.world import World
 
@@ -31,12 +31,9 @@ def prefix(home):
 
 def other(home) -> str:
     """A second data set: capital letters, where the first has small ones."""
-    tok, stream = tokenizer.load_tokenizer("bytes"), torch.Generator().manual_seed(3)
-    with IndexedDatasetWriter(home / "other", tok.vocab) as w:
-        for _ in range(30):
-            w.add([*torch.randint(65, 91, (40,), generator=stream).tolist(), tok.eod])
-        w.finish(tok, 1)
-    return str(home / "other")
+    stream = torch.Generator().manual_seed(3)
+    documents = (torch.randint(65, 91, (40,), generator=stream).tolist() for _ in range(30))
+    return write_documents(home / "other", documents)
 
 
 def read(world: World, cfg, folder: str) -> tuple[int, list, list]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from prepared_data import byte_level_bpe, check_layouts, loader_config
 from ranks import MODEL
-from test_resume import run, same_as_clean
+from test_resume import check_killed, run
 
 import config
 from data import tokenizer
@@ -374,10 +374,7 @@ def home(code, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_a_run_killed_around_a_boundary_resumes_bit_for_bit(home, step):
-    folder, extra = home
-    assert run(folder, f"killed{step}", f"step.end:step={step}:act=SIGKILL", extra) == -9
-    assert run(folder, f"killed{step}", extra=extra) == 0
-    same_as_clean(folder, f"killed{step}")
+    check_killed(*home, step)
 
 
 def test_another_rate_cannot_continue_a_run(home):

@@ -7,14 +7,15 @@ import math
 
 import numpy as np
 import pytest
+import run_folder
 import tokenizers
 from prepared_data import byte_level_bpe, metrics
-from ranks import MODEL
+from ranks import MODEL, write_documents
 
 import train
 from config.reading import resolve
 from data import tokenizer
-from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.indexed import IndexedDataset
 from data.lengths import byte_check, has_plain_offsets, token_byte_lengths
 from data.loader import open_loader
 from plan.count import flops_per_token
@@ -108,25 +109,16 @@ def test_lengths_sum_to_the_bytes_that_were_encoded(kind, tmp_path):
     assert len(tok.encode(TEXTS[1])) > len(TEXTS[1])  # some tokens are parts of a character
 
 
-def corpus(folder, tok, texts) -> str:
-    with IndexedDatasetWriter(folder / "text", tok.vocab) as w:
-        for text in texts:
-            w.add([*tok.encode(text), tok.eod])
-        w.finish(tok, 1)
-    return str(folder / "text")
-
-
 @pytest.mark.parametrize("doc_mask", [False, True])
 def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_mask):
     """By hand: every target of the validation batches, but under doc_mask the first token of a document.
     A byte is a token here and 256 the end of a document, so that the text is what lies below 256."""
     texts = [("ä" * (3 + 5 * i % 11) + "🙂 b")[:24] for i in range(80)]
-    data = corpus(tmp_path, tokenizer.load_tokenizer("bytes"), texts)
+    data = write_documents(tmp_path / "text", map(str.encode, texts))
     words = ["llama2-tiny", *MODEL, "--data.path", data, "--data.doc_mask", str(doc_mask).lower()]
     words += "--data.split 50,50 --train.steps 1 --eval.batches 3".split()
     words += ["--log.dir", str(tmp_path), "--log.name", "r"]
     assert train.main(words) == 0
-    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     stream, starts = [], set()
     for text in texts:
         starts.add(len(stream))
@@ -138,7 +130,7 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
     for _, _, at in valid._locate_samples(0, 3 * 4):  # where the windows of the three batches of four begin
         targets = [i for i in range(at + 1, at + 17) if not (doc_mask and i in starts)]
         tokens, size = tokens + len(targets), size + sum(stream[i] < 256 for i in targets)
-    found = [row for row in rows if "val_bpb" in row]
+    found = run_folder.validations(tmp_path / "r")
     assert len(found) == 2 and 0 < size < tokens < 12 * 16 + (not doc_mask)
     for row in found:
         assert row["val_bpb"] == pytest.approx(row["val_loss"] / math.log(2) * tokens / size, rel=1e-12)
@@ -154,7 +146,7 @@ def test_a_loss_is_reported_in_perplexity_and_bits_per_byte():
 
 def test_mfu_counts_attention_within_documents(tmp_path):
     """By hand: the keys that each token of an epoch sees, at 6 x layers x heads x (q + v channels)."""
-    data = corpus(tmp_path, tokenizer.load_tokenizer("bytes"), ["x" * (1 + 7 * i % 23) for i in range(90)])
+    data = write_documents(tmp_path / "text", (b"x" * (1 + 7 * i % 23) for i in range(90)))
     for window in ("none", "3"):
         words = ["llama2-tiny", *MODEL, "--data.path", data, "--log.dir", str(tmp_path)]
         words += "--data.doc_mask true --train.steps 1 --eval.batches 1 --model.vocab 257".split()

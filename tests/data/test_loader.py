@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from prepared_data import loader_config
+from ranks import write_documents
 
 import config
 import phases
@@ -32,11 +33,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 def make(prefix, count, seed=0, tok=None):
     """`count` documents of random ascii; each begins with its own number."""
     tok, rng = tok or tokenizer.load_tokenizer("bytes"), np.random.default_rng(seed)
-    with IndexedDatasetWriter(prefix, tok.vocab) as w:
-        for i in range(count):
-            w.add([*tok.encode(f"{i:04d}"), *rng.integers(97, 123, rng.integers(0, 60)), tok.eod])
-        w.finish(tok, 1)
-    return str(prefix)
+    documents = ([*tok.encode(f"{i:04d}"), *rng.integers(97, 123, rng.integers(0, 60))] for i in range(count))
+    return write_documents(prefix, documents, tok)
 
 
 def settings(path, seed=1, seq_len=16, micro_batch=2, global_batch=12, vocab=None, **data):
@@ -450,9 +448,7 @@ def first_line_of_train(tmp_path, *words):
 def test_a_folder_of_data_sets_is_refused_with_one_of_them(tmp_path, names):
     for name in names:
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
-        with IndexedDatasetWriter(tmp_path / "data" / name, 257) as writer:
-            writer.add([1, 2, 256])
-            writer.finish(tokenizer.load_tokenizer("bytes"), 3)
+        write_documents(tmp_path / "data" / name, [[1, 2]])
     code, said = first_line_of_train(tmp_path, "--data.path", "data")
     first = sorted(names)[0]
     assert code == 2 and f"is a folder of data sets (it has 2); name one: --data.path data/{first}, " in said
@@ -497,12 +493,8 @@ def test_the_opening_words_are_those_of_the_split(tmp_path):
         ("long", "x" * 90, "x" * 32),
         ("blank", "\n \n", ""),
     ):
-        with IndexedDatasetWriter(tmp_path / name, tok.vocab) as out:
-            for number in range(40):
-                text = opening if number == 20 else f"document {number} of the corpus, " * 4
-                out.add([*tok.encode(text), tok.eod])
-            out.finish(tok, 1)
-        cfg = settings(tmp_path / name)
-        cfg = replace(cfg, data=replace(cfg.data, split="50,50"))
+        texts = [f"document {number} of the corpus, " * 4 for number in range(40)]
+        texts[20] = opening
+        cfg = settings(write_documents(tmp_path / name, map(tok.encode, texts)), split="50,50")
         assert open_loader(cfg, "valid", 0, 1).opening_words() == told
         assert open_loader(cfg, "train", 0, 1).opening_words() == "document 0 of"

@@ -13,14 +13,6 @@ def test_windows_without_boundaries_count_every_target():
     assert b.documents is None
 
 
-def test_a_boundary_restarts_positions_and_masks_its_target():
-    """Documents begin at 2 and 3, and, in the second row, at 4: the target alone lies beyond it."""
-    b = pack_windows([np.arange(5), np.arange(5)], [np.array([2, 3]), np.array([4])])
-    assert b.documents.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0]]
-    assert b.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
-    assert b.targets.tolist() == [[1, -100, -100, 4], [1, 2, 3, -100]]
-
-
 def test_a_token_is_a_target_where_its_predecessor_is_of_its_document():
     """Every token that has a predecessor in its own document is a target exactly once."""
     rng = np.random.default_rng(0)

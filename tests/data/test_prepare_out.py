@@ -47,28 +47,20 @@ def written(path, content):
 # ---- the user's input --------------------------------------------------------------------------------------
 
 
-def test_a_sidecar_does_not_replace_the_conversations(tmp_path, capsys):
-    chats = written(tmp_path / "chats.json", CHAT + "\n")
-    told = refused(capsys, tmp_path, "--chat", "--input", chats, "--out", tmp_path / "chats")
-    assert f"--out: {tmp_path}/chats would replace the input {chats}; choose another --out" in told
-
-
-@pytest.mark.parametrize(
-    "name", ["d.bin", "d.idx", "d.crc", "d.mask", "d.mask.crc", "d.parts/a.jsonl", "d.tokenizer/a.jsonl"]
-)
-def test_no_file_of_out_is_an_input(tmp_path, capsys, name):
-    """By another way to it, too: a link to its folder."""
-    written(tmp_path / "real" / name, ONE)
+@pytest.mark.parametrize("name, words, out", [
+    ("chats.json", "--chat --input chats.json", "chats"),  # the sidecar's name
+    ("in/chats.json", "--input in", "in/chats"),
+    *((f"real/d{end}", f"--input link/d{end}", "real/d")  # by a link to its folder
+      for end in (".bin", ".idx", ".crc", ".mask", ".mask.crc", ".parts/a.jsonl", ".tokenizer/a.jsonl")),
+])
+def test_no_file_of_out_is_an_input(tmp_path, capsys, name, words, out):
+    """Nor one that a folder of the input holds."""
+    written(tmp_path / name, CHAT + "\n" if "--chat" in words else ONE)
     (tmp_path / "link").symlink_to("real")
-    where = tmp_path / "link" / name
-    told = refused(capsys, tmp_path, "--input", where, "--out", tmp_path / "real" / "d")
-    assert f"would replace the input {where}; choose another --out" in told
-
-
-def test_a_file_that_a_folder_holds_is_an_input_too(tmp_path, capsys):
-    chats = written(tmp_path / "in" / "chats.json", ONE)
-    told = refused(capsys, tmp_path, "--input", tmp_path / "in", "--out", tmp_path / "in" / "chats")
-    assert f"would replace the input {chats}; choose another --out" in told
+    *options, given = words.split()
+    told = refused(capsys, tmp_path, *options, tmp_path / given, "--out", tmp_path / out)
+    source = tmp_path / (name if given == "in" else given)
+    assert f"--out: {tmp_path / out} would replace the input {source}; choose another --out" in told
 
 
 def test_the_command_that_is_printed_does_not_replace_its_input(tmp_path, monkeypatch):
@@ -82,16 +74,31 @@ def test_the_command_that_is_printed_does_not_replace_its_input(tmp_path, monkey
         assert path.read_text() == ONE
 
 
-# ---- another file instead of the sidecar -------------------------------------------------------------------
+# ---- what is not ours --------------------------------------------------------------------------------------
+
+MOVE = "choose another --out, or move it"
 
 
-@pytest.mark.parametrize("content", ["", CHAT + "\n" + CHAT, '{"model": "tiny", "tokens": 3}', "[1, 2]"])
-def test_another_file_instead_of_the_sidecar_stays(tmp_path, capsys, content):
-    """Its content is the user's: it is neither replaced, nor is its deletion advised."""
+@pytest.mark.parametrize("files, told", [
+    *(({"d.json": content}, ["d.json: was not written by prepare_data", "choose another --out"])
+      for content in ("", CHAT + "\n" + CHAT, '{"model": "tiny", "tokens": 3}', "[1, 2]")),
+    ({"d.bin": "ids of the user"}, ["d.bin: was not written by prepare_data, which would replace it"]),
+    ({"d.parts/000000.json": "{}", "d.parts/sub/a.txt": "mine"},
+     ["d.parts: is not an unfinished run of prepare_data", MOVE]),
+    ({"d.tokenizer/tokenizer.json": "{}", "d.tokenizer/model.safetensors": "weights"},
+     ["d.tokenizer: holds model.safetensors", MOVE]),
+    ({"d.parts": "mine"}, ["d.parts: is not", MOVE]),
+    ({"d.tokenizer": "mine"}, ["d.tokenizer: is not", MOVE]),
+], ids=["an empty .json", "chats", "a .json of another program", "a list", "a .bin as of nanoGPT",
+        "a folder .parts", "a model in .tokenizer", "a file .parts", "a file .tokenizer"])
+def test_what_the_user_has_instead_of_our_files_stays(tmp_path, capsys, files, told):
+    """It is neither replaced, nor is its deletion advised."""
     source = written(tmp_path / "in.jsonl", ONE)
-    other = written(tmp_path / "d.json", content)
-    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
-    assert f"{other}: was not written by prepare_data" in told and "choose another --out" in told
+    for name, content in files.items():
+        written(tmp_path / name, content)
+    first, *others = told
+    line = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
+    assert f"{tmp_path}/{first}" in line and all(text in line for text in others)
 
 
 def test_data_beside_another_file_is_refused_without_the_advice_to_delete_it(tmp_path):
@@ -115,18 +122,6 @@ def test_a_sidecar_of_ours_is_replaced_even_if_it_is_damaged(tmp_path):
         (tmp_path / "d.json").write_bytes(damaged)
         assert prepared("--input", source, "--out", tmp_path / "d") == 0
         assert IndexedDataset(tmp_path / "d").documents == 1
-
-
-# ---- folders that are not ours -----------------------------------------------------------------------------
-
-
-def test_a_folder_without_a_plan_is_not_emptied(tmp_path, capsys):
-    source = written(tmp_path / "in.jsonl", ONE)
-    written(tmp_path / "d.parts" / "000000.json", "{}")
-    written(tmp_path / "d.parts" / "sub" / "a.txt", "mine")
-    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
-    assert f"{tmp_path}/d.parts: is not an unfinished run of prepare_data" in told
-    assert "choose another --out, or move it" in told
 
 
 def test_what_a_killed_start_has_left_without_a_plan_is_taken(tmp_path):
@@ -160,31 +155,6 @@ def test_a_kill_while_the_folder_is_emptied_leaves_what_says_that_it_is_ours(tmp
         (tmp_path / "d.parts" / "plan").write_text("another")
     assert prepared(*command) == 0
     assert IndexedDataset(tmp_path / "d").tokens == 9 and not (tmp_path / "d.parts").exists()
-
-
-def test_a_folder_of_the_user_instead_of_the_tokenizer_stays(tmp_path, capsys):
-    source = written(tmp_path / "in.jsonl", ONE)
-    written(tmp_path / "d.tokenizer" / "tokenizer.json", "{}")
-    written(tmp_path / "d.tokenizer" / "model.safetensors", "weights")
-    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
-    assert f"{tmp_path}/d.tokenizer: holds model.safetensors" in told
-    assert "choose another --out, or move it" in told
-
-
-@pytest.mark.parametrize("name", ["d.parts", "d.tokenizer"])
-def test_a_file_instead_of_a_folder_stays(tmp_path, capsys, name):
-    source = written(tmp_path / "in.jsonl", ONE)
-    written(tmp_path / name, "mine")
-    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "d")
-    assert f"{tmp_path / name}: is not" in told and "choose another --out, or move it" in told
-
-
-def test_a_file_of_ids_without_an_index_stays(tmp_path, capsys):
-    """As nanoGPT's train.bin, beside which --out train is made."""
-    source = written(tmp_path / "in.jsonl", ONE)
-    written(tmp_path / "train.bin", "ids of the user")
-    told = refused(capsys, tmp_path, "--input", source, "--out", tmp_path / "train")
-    assert f"{tmp_path}/train.bin: was not written by prepare_data, which would replace it" in told
 
 
 # ---- the name of --out -------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import sentencepiece
-import tokenizers
 import torch
+from tokenizer_families import write_one_word
 
 from config import ConfigError
 from data import tokenizer
@@ -162,11 +162,7 @@ def test_a_long_context_is_dropped_from_the_left():
 
 def test_what_the_model_does_not_see_is_counted(tmp_path):
     """A context that is cut, and words that the tokenizer does not have."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "<eos>": 2}, "<unk>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.add_special_tokens(["<eos>"])
-    words.save(str(tmp_path / "tokenizer.json"))
-    prompts = Prompts(tokenizer.load_tokenizer(tmp_path))
+    prompts = Prompts(tokenizer.load_tokenizer(write_one_word(tmp_path)))
     options = [Option(before, " a") for before in ("b a", "a a a a", "a a a a b b", "a")]
     encoded = encode_tasks("k", [task([Example((option,), 0, "f:1") for option in options])], prompts, 4)
     assert encoded.lost == "1 cut at their beginning to model.context, 3 tokens unknown to the tokenizer"

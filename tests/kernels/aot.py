@@ -81,7 +81,12 @@ STATISTICS = {
     **{n: "*fp32" for n in ("SCALE", "MEAN", "DWEIGHT", "DBIAS", "OF_ROWS", "OF_COLUMNS")},
     "eps": "fp32",
 }
-NORM_BACKWARD = norm.launch_meta(4096, norm.BACKWARD_PER_WARP)
+OF_CAST = {"FLOOR": fp8.MIN_ABSOLUTE_MAXIMUM, "LARGEST": 448.0}
+CAST = {
+    **{n: "*fp32" for n in ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK", "OF_ROWS", "OF_COLUMNS")},
+    "Q": "*fp8e4nv",
+    "Q_BACK": "*fp8e4nv",
+}
 GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
 STRIDES = ("i32", "i32", "i32")
 ROPE = {
@@ -289,23 +294,21 @@ def scaled_grouped(a: str, b: str, gradient: bool) -> Case:
 
 def cast(kind: str, rows: int, columns: int, *, ahead: bool = True, back: bool = False) -> Case:
     """x lies along its columns."""
-    constants = {
-        "KIND": kind,
-        "GIVEN": kind == "tensor" or (kind == "row" and back),
+    given = kind == "tensor" or (kind == "row" and back)
+    meta = cast_meta(kind, rows, columns, ahead=ahead, back=back)
+    return Case(fp8.cast_kernel, {**meta, "KIND": kind, "GIVEN": given, "x_column": 1}, CAST, chips=TMA)
+
+
+def cast_meta(kind: str, rows: int, columns: int, ahead: bool = True, back: bool = True) -> dict:
+    return {
         "AHEAD": ahead,
         "BACK": back,
-        "FLOOR": fp8.MIN_ABSOLUTE_MAXIMUM,
-        "LARGEST": 448.0,
+        **OF_CAST,
         "ROWS": rows,
         "COLUMNS": columns,
         "PARTS": 1024 if kind == "tensor" else 1,
-        "x_column": 1,
         "num_warps": fp8.cast_warps(rows, columns),
     }
-    types = {name: "*fp32" for name in ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK")}
-    return Case(
-        fp8.cast_kernel, constants, {**types, "Q": "*fp8e4nv", "Q_BACK": "*fp8e4nv"}, chips=TMA
-    )
 
 
 def of_formula(kernel, formula: str, kind: str, **constants) -> Case:
@@ -313,30 +316,13 @@ def of_formula(kernel, formula: str, kind: str, **constants) -> Case:
     norms = ("WEIGHT", "BIAS", "INVERSE", "MEAN")
     absent = {"swiglu": ("DY", *norms), "swiglu_backward": norms, "norm": ("DY", "BIAS", "MEAN")}[formula]
     halves = 2 if formula == "swiglu_backward" else 1
-    outputs = ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK", "OF_ROWS", "OF_COLUMNS", "INVERSE")
-    return Case(
-        kernel,
-        {**dict.fromkeys(absent), "FORMULA": formula, "HALVES": halves, "KIND": kind, **constants},
-        {**{name: "*fp32" for name in outputs}, "Q": "*fp8e4nv", "Q_BACK": "*fp8e4nv"},
-        chips=TMA,
-    )
+    meta = {**dict.fromkeys(absent), "FORMULA": formula, "HALVES": halves, "KIND": kind, **constants}
+    return Case(kernel, meta, {**CAST, "INVERSE": "*fp32"}, chips=TMA)
 
 
 def formula_cast(formula: str, kind: str) -> Case:
-    rows, columns = (fp8.BLOCK_SIDE, fp8.BLOCK_SIDE) if kind == "group" else fp8.PAIR
-    return of_formula(
-        fp8_formula.formula_cast_kernel,
-        formula,
-        kind,
-        AHEAD=True,
-        BACK=True,
-        FLOOR=fp8.MIN_ABSOLUTE_MAXIMUM,
-        LARGEST=448.0,
-        ROWS=rows,
-        COLUMNS=columns,
-        PARTS=1024 if kind == "tensor" else 1,
-        num_warps=fp8.cast_warps(rows, columns),
-    )
+    tile = (fp8.BLOCK_SIDE, fp8.BLOCK_SIDE) if kind == "group" else fp8.PAIR
+    return of_formula(fp8_formula.formula_cast_kernel, formula, kind, **cast_meta(kind, *tile))
 
 
 def formula_maxima(formula: str, kind: str) -> Case:
@@ -346,13 +332,8 @@ def formula_maxima(formula: str, kind: str) -> Case:
 
 def rope_gradient(kernel, kind: str, **constants) -> Case:
     """A kernel of kernels/unproven/fp8_rope.py, for heads of 128 channels."""
-    outputs = ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK", "OF_ROWS", "OF_COLUMNS")
-    return Case(
-        kernel,
-        {"HALF": 64, "BLOCK": 64, "KIND": kind, "ROWS": fp8.PAIR[0], **constants},
-        {**{name: "*fp32" for name in outputs}, "Q": "*fp8e4nv", "Q_BACK": "*fp8e4nv", **HEADS},
-        chips=TMA,
-    )
+    meta = {"HALF": 64, "BLOCK": 64, "KIND": kind, "ROWS": fp8.PAIR[0], **constants}
+    return Case(kernel, meta, {**CAST, **HEADS}, chips=TMA)
 
 
 def rope_gradient_cast(kind: str) -> Case:
@@ -361,20 +342,16 @@ def rope_gradient_cast(kind: str) -> Case:
         kind,
         AHEAD=True,
         BACK=True,
-        FLOOR=fp8.MIN_ABSOLUTE_MAXIMUM,
-        LARGEST=448.0,
+        **OF_CAST,
         HEADS=fp8_rope.HEADS,
         PARTS=1024 if kind == "tensor" else 1,
         num_warps=fp8_rope.CAST_WARPS,
     )
 
 
-def norm_for_fp8(kind: str) -> Case:
-    """A norm before an fp8 linear, with a residual."""
-    meta = {"KIND": kind, "HAS_RESIDUAL": True, "LAYER": False}
-    return Case(
-        fp8_norm.deferred_kernel, meta | norm.launch_meta(4096, norm.FORWARD_PER_WARP), STATISTICS
-    )
+def normed(kernel, per_warp: int, width: int = 4096, residual: bool = True, **constants) -> Case:
+    meta = {"HAS_RESIDUAL": residual, "LAYER": False, **norm.launch_meta(width, per_warp), **constants}
+    return Case(kernel, meta, STATISTICS)
 
 
 ROUTER = {
@@ -430,35 +407,13 @@ CASES = {
         {"HAS_LOAD": False, "HAS_COUNTS": True, "HAS_Z": True, "BLOCK": 64, "num_warps": 1},
         {**ROUTER, **{name: "*fp32" for name in ("SUMS", "COUNTS", "NEW_LOAD")}, "STATS": "*fp64"},
     ),
-    "rms_norm": Case(
-        norm.forward_kernel,
-        {"HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.FORWARD_PER_WARP)},
-        STATISTICS,
+    "rms_norm": normed(norm.forward_kernel, norm.FORWARD_PER_WARP),
+    "rms_norm_backward": normed(norm.backward_kernel, norm.BACKWARD_PER_WARP),
+    "rms_norm_backward_heads": normed(
+        norm.backward_kernel, norm.BACKWARD_PER_WARP, width=128, residual=False
     ),
-    "rms_norm_backward": Case(
-        norm.backward_kernel,
-        {"HAS_RESIDUAL": True, "LAYER": False, **NORM_BACKWARD},
-        STATISTICS,
-    ),
-    "rms_norm_backward_heads": Case(
-        norm.backward_kernel,
-        {
-            "HAS_RESIDUAL": False,
-            "LAYER": False,
-            **norm.launch_meta(128, norm.BACKWARD_PER_WARP),
-        },
-        STATISTICS,
-    ),
-    "layer_norm": Case(
-        norm.forward_kernel,
-        {"HAS_RESIDUAL": True, "LAYER": True, **norm.launch_meta(4096, norm.FORWARD_PER_WARP)},
-        STATISTICS,
-    ),
-    "layer_norm_backward": Case(
-        norm.backward_kernel,
-        {"HAS_RESIDUAL": True, "LAYER": True, **NORM_BACKWARD},
-        STATISTICS,
-    ),
+    "layer_norm": normed(norm.forward_kernel, norm.FORWARD_PER_WARP, LAYER=True),
+    "layer_norm_backward": normed(norm.backward_kernel, norm.BACKWARD_PER_WARP, LAYER=True),
     "rope": Case(
         rope.rope_kernel, {"HALF": 64, "INVERSE": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, ROPE
     ),
@@ -538,7 +493,10 @@ CASES = {
         {"ROWS": 8, "BLOCK": 1024, "num_warps": 8},
         {"IDS": "*i64", "ORDER": "*i64", "ENDS": "*i64", "INTO": "*fp32"},
     ),
-    **{f"rms_norm_fp8_{kind}": norm_for_fp8(kind) for kind in ("tensor", "row", "group")},
+    **{
+        f"rms_norm_fp8_{kind}": normed(fp8_norm.deferred_kernel, norm.FORWARD_PER_WARP, KIND=kind)
+        for kind in ("tensor", "row", "group")
+    },
     **{
         f"fp8_{formula.replace('backward', 'back')}_{kind}": formula_cast(formula, kind)
         for formula in ("norm", "swiglu", "swiglu_backward")

@@ -61,8 +61,9 @@ def test_triton_gives_the_same_bits(interpreted, kind, dtype, source):
 
 def check_bits(got, want):
     (q, scale), (want_q, want_scale) = got, want
-    assert q.dtype == want_q.dtype and q.is_contiguous()
-    assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8)) and torch.equal(scale, want_scale)
+    assert q.dtype == want_q.dtype and q.is_contiguous() and q.shape == want_q.shape
+    assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8))
+    assert scale.shape == want_scale.shape and torch.equal(scale, want_scale)
 
 
 @pytest.mark.slow(every=24)

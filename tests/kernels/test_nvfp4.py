@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from nvfp4_table import SIDE, TENSOR, blocks
+from test_mxfp8 import E4M3_NUMBERS
 
 from kernels import nvfp4_linear
 from kernels.fp8 import E4M3
@@ -38,14 +39,7 @@ def number(code: int) -> float:
     return -size if code & 8 else size
 
 
-def scale_number(code: int) -> float:
-    """E4M3: bias 7, three bits of mantissa, and subnormals."""
-    exponent, mantissa = code >> 3 & 15, code & 7
-    return mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-
-
 E2M1_NUMBERS = np.array([number(code) for code in range(8)])
-E4M3_NUMBERS = np.array([scale_number(code) for code in range(0x7F)])
 
 
 def nearest(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:

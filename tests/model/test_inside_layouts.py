@@ -5,10 +5,7 @@ import math
 import numpy as np
 import pytest
 import run_folder
-from ranks import SIZES, job
-
-from data import tokenizer
-from data.indexed import IndexedDatasetWriter
+from ranks import SIZES, job, write_documents
 
 WORDS = (
     "--train.dtype fp64 --train.steps 3 --log.inside_every 1 --checkpoint.every none "
@@ -81,13 +78,9 @@ def numbers(folder) -> dict[str, float | None]:
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory):
     """Documents of two letters: with so few tokens, no token opens some of the units."""
-    folder = tmp_path_factory.mktemp("inside")
-    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(0)
-    with IndexedDatasetWriter(folder / "text", tok.vocab) as writer:
-        for _ in range(60):
-            writer.add([*rng.integers(97, 99, rng.integers(10, 60)), tok.eod])
-        writer.finish(tok, 1)
-    return str(folder / "text")
+    rng = np.random.default_rng(0)
+    documents = (rng.integers(97, 99, rng.integers(10, 60)) for _ in range(60))
+    return write_documents(tmp_path_factory.mktemp("inside") / "text", documents)
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import RandomTokens, begin
 
 from build import build_run
 from config import ParallelConfig
 from config.reading.tiny import tiny_config
-from model.sharding import parallel_dims
 from optim import noise
 from optim.noise import noise_scale_estimate
 from parallel.pipeline.schedule import SCHEDULES, make_schedule
@@ -100,10 +99,9 @@ BUGS = {
 
 def told(world, cfg, bug=None):
     """[S, |G|^2] of the first step."""
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
+    run, data = begin(world, cfg, 9)
     with mock.patch.object(*BUGS[bug]):
-        train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0))
+        train_step(run, 1, data.microbatches(0))
     for b in run.buckets:
         b.weights.wait_unshard()
     return run.noise_scale.latest if run.noise_scale.latest is None else run.noise_scale.latest.tolist()

@@ -5,22 +5,18 @@ so.
 
 import zlib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 
-from build import build_run
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.saver import CheckpointSaver
 from config.reading.tiny import tiny_config
 from kernels.adam import AdamWStep, adamw, adamw_reference
 from kernels.rounding import ElementIndex, salt
-from model.sharding import parallel_dims
 from parallel.sharding.views import get_boxes, tensor_ranges
-from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
 from train import train_step
 
@@ -72,20 +68,6 @@ def made(name: str, dtype: str, states: str = "bf16", **parallel):
         train=replace(cfg.train, dtype=dtype),
         parallel=replace(cfg.parallel, **parallel),
     )
-
-
-def begin(world: World, cfg):
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(
-        cfg,
-        mesh,
-        torch.device("cpu"),
-        SimpleNamespace(
-            tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d", is_chat=False, has_start=False
-        ),
-        cfg.train.steps,
-    )
-    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
 
 
 def updated(world: World, cfg, chunk: int = 0) -> list:

@@ -16,12 +16,11 @@ import matplotlib.backends.backend_agg  # noqa: F401  what a run imports late is
 import matplotlib.figure  # noqa: F401
 import numpy as np
 import torch
+from ranks import write_documents
 from safetensors import safe_open
 from torch import Tensor
 
 import train
-from data import tokenizer
-from data.indexed import IndexedDatasetWriter
 from parallel.sharding.views import get_boxes
 from runtime import closing
 from runtime.experts import ExpertLoadMap
@@ -103,18 +102,15 @@ def write_corpus(folder: pathlib.Path, repeats: bool = True) -> Corpus:
     repeats: whether a token may be followed by itself. A sequence that begins so has the same hidden states
     at both, and with them the same probabilities of its experts but for rounding errors.
     """
-    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(7)
-    prefix = folder / "text"
-    with IndexedDatasetWriter(prefix, tok.vocab) as w:
-        for i in range(90):
-            is_empty = repeats and i % 11 == 5
-            letters = rng.integers(97, 123, 0 if is_empty else rng.integers(1, 31))
-            if not repeats:
-                is_new = np.diff(letters, prepend=0) != 0
-                letters = letters[is_new]
-            w.add([*letters, tok.eod])
-        w.finish(tok, 1)
-    return read_corpus(str(prefix))
+    rng, documents = np.random.default_rng(7), []
+    for i in range(90):
+        is_empty = repeats and i % 11 == 5
+        letters = rng.integers(97, 123, 0 if is_empty else rng.integers(1, 31))
+        if not repeats:
+            is_new = np.diff(letters, prepend=0) != 0
+            letters = letters[is_new]
+        documents.append(letters)
+    return read_corpus(write_documents(folder / "text", documents))
 
 
 def read_corpus(prefix: str) -> Corpus:

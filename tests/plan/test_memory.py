@@ -7,18 +7,14 @@ from dataclasses import replace
 
 import pytest
 import steps
-import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 from tiny_records import get_part_record
 
-from build import build_run
 from config import OPTIMIZERS, LoraConfig
 from config.reading import resolve
 from config.reading.tiny import tiny_config
 from config.tree import with_values
 from model.describe import describe_stage
-from model.sharding import parallel_dims
-from parallel.topology.mesh import Mesh
 from plan import memory
 from plan.job import make_rank_job
 from plan.parts import records_of_part
@@ -34,13 +30,6 @@ def nbytes_of(tensors):
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def begin(world, cfg):
-    """A rank's run, and the microbatches of its first step."""
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0)
-
-
 def finish_gathers(run):
     for bucket in run.buckets:
         bucket.weights.wait_unshard()
@@ -48,8 +37,8 @@ def finish_gathers(run):
 
 def held(world, cfg):
     """Bytes of a rank's state after a step: ({part: on the device}, in host memory)."""
-    run, microbatches = begin(world, cfg)
-    train_step(run, 1, microbatches)
+    run, data = begin(world, cfg)
+    train_step(run, 1, data.microbatches(0))
     every = [b for b in run.buckets if b.trains]
     averages = [] if run.ema is None else run.ema.averages
     state = [*averages, *(flat for flats in run.optim.state().values() for flat in flats)]
@@ -134,14 +123,14 @@ def test_a_rank_holds_the_state_that_is_planned(ranks, name, parallel, more):
 
 def copied_for_a_rerun(world, cfg):
     """Bytes of a rank that are there to run a step again, when its gradients are summed."""
-    run, microbatches = begin(world, cfg)
+    run, data = begin(world, cfg)
     seen = []
 
     def look():
         begun_with = [one for extra in run.extras for one in getattr(extra, "begun_with", ())]
         seen.append(nbytes_of([one.error for one in begun_with if one is not None]))
 
-    train_step(steps.watched(run, look), 1, microbatches)
+    train_step(steps.watched(run, look), 1, data.microbatches(0))
     finish_gathers(run)
     return max(seen)
 
@@ -331,7 +320,7 @@ def test_sequence_parallelism_and_1f1b_lower_the_peak():
 
 def whole_at_once(world, cfg):
     """The most bytes of whole gradients and weights that are alive, sampled when another has been made."""
-    run, microbatches = begin(world, cfg)
+    run, data = begin(world, cfg)
     sizes = []
 
     def sampled_after(function):
@@ -348,7 +337,7 @@ def whole_at_once(world, cfg):
         b.grads.allocate = sampled_after(b.grads.allocate)
         b.grads.start_reduce = sampled_after(b.grads.start_reduce)
         b.weights.start_unshard = sampled_after(b.weights.start_unshard)
-    train_step(run, 1, microbatches)
+    train_step(run, 1, data.microbatches(0))
     finish_gathers(run)
     return max(sizes)
 
@@ -362,7 +351,7 @@ def test_no_more_than_three_buckets_are_whole_at_once(ranks, zero):
 
 def kept_in_eight_bits(world, cfg):
     """The most bytes of weights in 8 bits that a rank has in a step, and what it has after that."""
-    run, microbatches = begin(world, cfg)
+    run, data = begin(world, cfg)
     sizes = []
 
     def kept() -> int:
@@ -379,7 +368,7 @@ def kept_in_eight_bits(world, cfg):
     for b in run.buckets:
         b.weights.reshard = looked_at_first(b.weights.reshard)
         b.weights.start_gather_updated = looked_at_first(b.weights.start_gather_updated)
-    train_step(run, 1, microbatches)
+    train_step(run, 1, data.microbatches(0))
     return max(sizes), kept()
 
 

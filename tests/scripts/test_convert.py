@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import job
+from ranks import job, write_documents
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
@@ -534,13 +534,10 @@ def converted(capsys, *argv):
 
 
 @pytest.fixture(scope="module")
-def transformers():
-    module = pytest.importorskip(
-        "transformers", reason="transformers is not installed: nothing to compare the conversion with"
-    )
-    module.logging.set_verbosity_error()
-    module.logging.disable_progress_bar()
-    return module
+def transformers(transformers):
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
 
 
 @torch.no_grad()
@@ -1177,10 +1174,7 @@ def test_a_chat_template_survives_training(transformers, exported, tmp_path, cap
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(settings))
     converted(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
     tok = tokenizer.load_tokenizer(tmp_path / "hf")
-    with IndexedDatasetWriter(tmp_path / "text", tok.vocab) as w:
-        for i in range(60):
-            w.add([*tok.encode(f"def f{i}(x): return x + {i}"), tok.eod])
-        w.finish(tok, 1)
+    write_documents(tmp_path / "text", (tok.encode(f"def f{i}(x): return x + {i}") for i in range(60)), tok)
     (tmp_path / "text.tokenizer" / "chat_template.jinja").unlink()  # only init_from knows of it
     own = tokenizer.load_tokenizer(tmp_path / "text.tokenizer")
     assert own.fingerprint == tok.fingerprint

@@ -5,14 +5,13 @@ token.
 import json
 
 import pytest
-import tokenizers
 import torch
-from ranks import MODEL, SIZES, corpus
+from ranks import MODEL, SIZES, corpus, write_documents
+from tokenizer_families import write_one_word
 
 import train
 from checkpoint.trained import load_run
 from config import ConfigError
-from data.indexed import IndexedDatasetWriter
 from data.tokenizer import load_tokenizer
 from scripts.generate import main
 
@@ -114,16 +113,8 @@ def test_a_text_beyond_the_context_says_so(home, capsys):
 
 
 def test_words_that_the_tokenizer_does_not_know_are_counted(tmp_path, capsys):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "<eos>": 2}, "<unk>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.add_special_tokens(["<eos>"])
-    words.save(str(tmp_path / "tokenizer.json"))
-    tok = load_tokenizer(tmp_path)
-    with IndexedDatasetWriter(tmp_path / "data", tok.vocab) as out:
-        for _ in range(60):
-            out.add([0] * 30 + [tok.eod])
-        out.finish(tok, 60)
-    settings = [*MODEL, "--train.steps", "1", "--data.path", str(tmp_path / "data"), "--log.name", "r"]
+    data = write_documents(tmp_path / "data", [[0] * 30] * 60, load_tokenizer(write_one_word(tmp_path)))
+    settings = [*MODEL, "--train.steps", "1", "--data.path", data, "--log.name", "r"]
     assert train.main(["llama2-tiny", *settings, "--log.dir", str(tmp_path)]) == 0
     capsys.readouterr()
     told = "unknown to the tokenizer json-3: the model does not see what they say"

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from test_fp8 import check_bits
 
 from kernels import fp8, norm, swiglu
 from kernels.fp8 import E4M3, E5M2
@@ -80,11 +81,22 @@ def swiglu_gradient(m, n, device, dtype, kind):
 RESULTS = (rms_result, layer_result, swiglu_result, swiglu_gradient)
 
 
-def check_bits(got, want):
-    (q, scale), (want_q, want_scale) = got, want
-    assert q.dtype == want_q.dtype and q.is_contiguous() and q.shape == want_q.shape
-    assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8))
-    assert scale.shape == want_scale.shape and torch.equal(scale, want_scale)
+def check_both_directions(origin, y, kind, bits):
+    """Maxima, 8 bits and scales of an unwritten result, together and one by one, are those of y in memory."""
+    maxima = find_origin_maxima(origin, kind, both=True)
+    want_maxima = fp8.find_maxima(y, kind, both=True)
+    if kind == "tensor":
+        assert maxima.rows.amax() == y.abs().amax()
+    if kind == "row":
+        assert torch.equal(maxima.rows, want_maxima.rows)
+        assert torch.equal(maxima.columns, want_maxima.columns)
+
+    ahead, back = (fp8.quantize_reference(x, kind, bits, SIDE) for x in (y, y.t()))
+    pair = quantize_origin_pair(origin, kind, bits, SIDE, maxima)
+    check_bits(pair.ahead[:2], ahead)
+    check_bits(pair.back[:2], back)
+    check_bits(quantize_origin(origin, kind, bits, SIDE, maxima.rows)[:2], ahead)
+    check_bits(quantize_transposed_origin(origin, kind, bits, SIDE, maxima.columns)[:2], back)
 
 
 @pytest.mark.slow(
@@ -100,20 +112,7 @@ def check_bits(got, want):
 def test_the_bits_of_a_result_in_memory(small_tiles, kind, result, shape, dtype, bits):
     origin, y = result(*shape, small_tiles, dtype, kind)
     assert not origin.is_written and y.isfinite().all()
-    maxima = find_origin_maxima(origin, kind, both=True)
-    want_maxima = fp8.find_maxima(y, kind, both=True)
-    if kind == "tensor":
-        assert maxima.rows.amax() == y.abs().amax()
-    if kind == "row":
-        assert torch.equal(maxima.rows, want_maxima.rows)
-        assert torch.equal(maxima.columns, want_maxima.columns)
-
-    ahead, back = (fp8.quantize_reference(x, kind, bits, SIDE) for x in (y, y.t()))
-    pair = quantize_origin_pair(origin, kind, bits, SIDE, maxima)
-    check_bits(pair.ahead[:2], ahead)
-    check_bits(pair.back[:2], back)
-    check_bits(quantize_origin(origin, kind, bits, SIDE, maxima.rows)[:2], ahead)
-    check_bits(quantize_transposed_origin(origin, kind, bits, SIDE, maxima.columns)[:2], back)
+    check_both_directions(origin, y, kind, bits)
 
 
 def check_at_training_sizes(training, make, kind):

@@ -4,21 +4,15 @@ import functools
 
 import pytest
 import torch
-from test_fp8_formula import check_at_training_sizes, check_bits
+from test_fp8_formula import check_at_training_sizes, check_both_directions
 from torch.utils.checkpoint import checkpoint
 
-from kernels import fp8, rope
+from kernels import rope
 from kernels.fp8 import E4M3, E5M2
 from kernels.fp8_linear import CASTS as PLAIN_CASTS
 from kernels.fp8_linear import Fp8Scaling, scaled_linear
 from kernels.unproven import fp8_rope
-from kernels.unproven.fp8_formula import (
-    CASTS,
-    find_origin_maxima,
-    quantize_origin,
-    quantize_origin_pair,
-    quantize_transposed_origin,
-)
+from kernels.unproven.fp8_formula import CASTS
 from kernels.unproven.fp8_origin import Reader, find_origin
 
 SIDE = 32
@@ -64,20 +58,7 @@ def test_the_bits_of_the_gradient_in_memory(interpreted, monkeypatch, kind, shap
     before = [x.clone() for x in gradients]
     origin = find_origin(fp8_rope.deferred_gradient(*gradients, cos, sin, (b, s, want.shape[1])))
     assert not origin.is_written and origin.shape == tuple(want.shape)
-
-    maxima = find_origin_maxima(origin, kind, both=True)
-    want_maxima = fp8.find_maxima(want, kind, both=True)
-    if kind == "tensor":
-        assert maxima.rows.amax() == want.abs().amax()
-    if kind == "row":
-        assert torch.equal(maxima.rows, want_maxima.rows)
-        assert torch.equal(maxima.columns, want_maxima.columns)
-    ahead, back = (fp8.quantize_reference(x, kind, bits, SIDE) for x in (want, want.t()))
-    pair = quantize_origin_pair(origin, kind, bits, SIDE, maxima)
-    check_bits(pair.ahead[:2], ahead)
-    check_bits(pair.back[:2], back)
-    check_bits(quantize_origin(origin, kind, bits, SIDE, maxima.rows)[:2], ahead)
-    check_bits(quantize_transposed_origin(origin, kind, bits, SIDE, maxima.columns)[:2], back)
+    check_both_directions(origin, want, kind, bits)
     assert all(torch.equal(one, other) for one, other in zip(before, gradients))
 
 

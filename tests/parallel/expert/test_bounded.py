@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 
 from build import build_run
 from config.reading.tiny import tiny_config
@@ -124,9 +124,7 @@ def laid(parallel, bound):
 
 def trained(world, cfg):
     """A rank's losses, norms, routers and weights; how often a step was computed again, and the log."""
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, STEPS)
-    data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+    run, data = begin(world, cfg, STEPS)
     values, lines = [], []
     for step in range(1, STEPS + 1):
         loss, norm, *_ = train_step(run, step, data.microbatches(step - 1))

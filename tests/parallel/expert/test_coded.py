@@ -10,20 +10,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 from ranks import corpus, job
 
-from build import build_run
 from config import ConfigError
 from config.reading.suggestions import check_rules
 from config.reading.tiny import tiny_config
 from config.tree import with_values
 from lab.proof.rounded_rows import error_bound, rounded, rounded_rows
-from model.sharding import parallel_dims
 from parallel.expert.bounded import plan_bounded_dispatch
 from parallel.expert.coded import CodedRowExchange, decode_rows, encode_rows
 from parallel.expert.dispatch import Combine, Dispatch, plan_dispatch
-from parallel.topology.mesh import Mesh
 from train import train_step
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -173,9 +170,7 @@ def laid(parallel, dtype="fp64", coded="fp8"):
 
 def trained(world, cfg):
     """A rank's losses and norms, and its masters."""
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, STEPS)
-    data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+    run, data = begin(world, cfg, STEPS)
     values = []
     for step in range(1, STEPS + 1):
         loss, norm, *_ = train_step(run, step, data.microbatches(step - 1))

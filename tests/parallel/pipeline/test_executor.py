@@ -8,22 +8,17 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from random_tokens import RandomTokens
+from random_tokens import begin
 
-from build import build_run
 from config.reading.tiny import tiny_config
-from model.sharding import parallel_dims
-from parallel.topology.mesh import Mesh
 from train import train_step
 
 
 def posted(world, cfg) -> list[str]:
     """The direction of each transfer of a step and an evaluation, each posted alone, in its communicator."""
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+    run, data = begin(world, cfg)
+    mesh = run.mesh
     assert mesh.pp_up.handle not in (None, mesh.pp.handle)
     found = []
     post = dist.batch_isend_irecv

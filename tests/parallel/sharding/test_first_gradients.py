@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import RandomTokens, begin
 
 import kernels.grad
 from build import build_run
 from config.reading.tiny import tiny_config
 from model.block import TransformerBlock
-from model.sharding import parallel_dims
 from parallel.sharding.gradients import find_padding
 from parallel.sharding.views import get_boxes
 from parallel.topology.mesh import Mesh
@@ -64,9 +63,7 @@ def poison(buckets):
 
 def trained(world, cfg, poisoned):
     """The gradients of the last of some steps, with the padding, and the loss of each step."""
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+    run, data = begin(world, cfg)
     losses = []
     for step in range(1, STEPS + 1):
         if poisoned:

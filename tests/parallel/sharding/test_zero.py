@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 from steps import watched
 
 from build import build_run
 from config.reading.tiny import tiny_config
 from kernels import linear
-from model.sharding import parallel_dims
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -29,15 +28,9 @@ def laid(**parallel):
     )
 
 
-def start(world, cfg):
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    return run, RandomTokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
-
-
 def story(world, cfg):
     """What happens to the parts e, 0, 1, 2, h in one step, in order."""
-    run, data = start(world, cfg)
+    run, data = begin(world, cfg)
     said = []
     for part, name in zip(run.pipeline.zero_hooks[0].parts, ("e", 0, 1, 2, "h")):
         for b in part:
@@ -105,7 +98,7 @@ def whole_weights(world, cfg):
     """Which of the parts e, 0, 1, 2, h hold weights that are whole, not only on their way: at the forward of
     each block, at the end of the backward, and after the step.
     """
-    run, data = start(world, cfg)
+    run, data = begin(world, cfg)
     said = []
 
     def look(*_):
@@ -166,7 +159,7 @@ def test_publish_does_not_wait(ranks):
 
 
 def trained(world, cfg):
-    run, data = start(world, cfg)
+    run, data = begin(world, cfg)
     for step in (1, 2, 3):
         loss, norm, *_ = train_step(run, step, data.microbatches(step - 1))
     for b in run.buckets:
@@ -213,7 +206,7 @@ def order(world, cfg):
     """What a rank does in the backward of its last block's column layers: exchanges over tp, and weight
     gradients.
     """
-    run, data = start(world, cfg)
+    run, data = begin(world, cfg)
     said = []
 
     def note(module, name, word, then=None):

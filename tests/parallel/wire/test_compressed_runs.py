@@ -6,14 +6,12 @@ import hashlib
 import pathlib
 from collections import defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 
 import config
-from build import build_run
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.saver import CheckpointSaver
@@ -21,12 +19,10 @@ from config.reading.suggestions import check_rules
 from config.reading.tiny import tiny_config
 from lab.proof import lattice
 from model.mlp import MLPConfig
-from model.sharding import parallel_dims
 from parallel.microbatch import Microbatch
 from parallel.sharding import powersgd
 from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.views import get_boxes
-from parallel.topology.mesh import Mesh
 from parallel.wire import compress
 from parallel.wire.world import World
 from train import train_step
@@ -43,21 +39,6 @@ def laid(dtype: str = "fp64", steps: int = 50, **parallel) -> config.Config:
         train=replace(cfg.train, dtype=dtype, steps=steps, global_batch=4),
         parallel=replace(cfg.parallel, compress_block=64, **parallel),
     )
-
-
-def begin(world: World, cfg):
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    mesh.ledger.clear()
-    run = build_run(
-        cfg,
-        mesh,
-        torch.device("cpu"),
-        SimpleNamespace(
-            tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d", is_chat=False, has_start=False
-        ),
-        cfg.train.steps,
-    )
-    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
 
 
 def go(run, data, first: int, last: int) -> list[float]:

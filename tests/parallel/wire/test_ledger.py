@@ -7,16 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_tokens import RandomTokens
+from random_tokens import begin
 
 import config
-from build import build_run
 from config import LoraConfig, MupConfig
 from config.reading.tiny import tiny_config
 from config.tree import with_values
 from model import block
-from model.sharding import parallel_dims
-from parallel.topology.mesh import Mesh
 from plan import bytes as wire
 from plan.buckets import buckets, unique_buckets
 from plan.job import make_rank_job
@@ -108,12 +105,6 @@ def laid(name: str, parallel: dict, **train) -> config.Config:
     return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **train))
 
 
-def start(world, cfg):
-    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
-    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
-
-
 def counted_exchanges(mesh):
     """{(group, verb): (calls, bytes)} since the mesh's ledger was cleared."""
     ledger = {}
@@ -125,7 +116,7 @@ def counted_exchanges(mesh):
 
 def counted(world, cfg):
     """What the second step of this rank puts on the wire, and how its buckets are made."""
-    run, data = start(world, cfg)
+    run, data = begin(world, cfg)
     for step in (1, 2):
         run.mesh.ledger.clear()
         train_step(run, step, data.microbatches(step - 1))
@@ -408,7 +399,7 @@ def trained(world, cfg, is_together):
     with pytest.MonkeyPatch.context() as patch:
         if not is_together:
             patch.setattr(block, "exchange_weight_maxima_together", lambda *_: None)
-        run, data = start(world, cfg)
+        run, data = begin(world, cfg)
     for step in (1, 2):
         run.mesh.ledger.clear()
         train_step(run, step, data.microbatches(step - 1))
