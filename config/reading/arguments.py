@@ -31,9 +31,12 @@ def turned(name: str | None, file: str | None, argv: list[str]) -> list[str]:
     """
     end = next((index for index, word in enumerate(argv) if word in OPTIONS_AFTER_SETTINGS), len(argv))
     settings, rest = argv[:end], argv[end:]
-    index = next((index for index, word in enumerate(settings) if word.partition("=")[0] == "--depth"), None)
-    if index is None:
+    places = [index for index, word in enumerate(settings) if word.partition("=")[0] == "--depth"]
+    if not places:
         return argv
+    if len(places) > 1:
+        raise ConfigError("--depth: is given twice; keep one")
+    index = places[0]
     _, equals_sign, depth = settings.pop(index).partition("=")
     if not equals_sign and index == len(settings):
         raise ConfigError("--depth: needs a number of layers, such as 12")

@@ -12,19 +12,22 @@ rates with the batch. These are the rules of nanochat's dial (at 92d63d4), for a
 - Weight decay: it grows with sqrt(B) / D, so that B / (lr x decay x D) stays the same (arXiv 2405.13698).
 """
 import math
+import re
 from dataclasses import replace
 
 from config.optimizers import OPTIMIZERS
 from config.reading.loading import dotted_overrides, resolve
 from config.reading.parse import HORIZONS, parse_key
+from config.reading.rules import range_rules
 from config.reading.sizes import sizes_at_width
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree
-from config.tree import has_path
+from config.tree import has_path, is_below
 from model.describe import all_parameters
 from model.router import mixture
 
 OPTION = "--depth"
+DEPTH = re.compile(r"[1-9][0-9]{0,5}")
 LOOKED_UP = ("embedding", "positions")  # roles of tables that give a token a row
 BATCH_POWER = 0.383  # of the tokens of a run (arXiv 2505.13738)
 WIDTH_UNIT = 64  # where the heads of a model do not divide its width
@@ -33,13 +36,15 @@ WIDTH_UNIT = 64  # where the heads of a model do not divide its width
 def settings_at_depth(name: str | None, file: str | None, argv: list[str], depth: str) -> list[str]:
     """Return the settings of a recipe or file at this depth, with those of `argv`, as a command line.
 
-    Sizes, batch and length that `argv` states win, and what follows from them follows. Rates that it states
-    are those of the recipe's own depth. Raises ConfigError.
+    Sizes, batch and length that `argv` states win, and what follows from them follows; train.steps and
+    train.flops end the run, and batch and rates stay those of its whole length. Rates that `argv` states are
+    those of the recipe's own depth. Raises ConfigError.
     """
-    if not depth.isdigit() or int(depth) < 1:
+    if not DEPTH.fullmatch(depth):
         raise ConfigError(f"{OPTION}: expected a number of layers, such as 12, got {depth!r}")
     stated = dotted_overrides(argv)
-    recipe = resolve(name, file, [])
+    preset = {key: value for key, value in stated.items() if key == "model.preset"}
+    recipe = resolve(name, file, to_words(preset))
     check_can_turn(recipe, stated)
 
     # the model, and its size beside the recipe's
@@ -49,7 +54,10 @@ def settings_at_depth(name: str | None, file: str | None, argv: list[str], depth
     sizes |= {f"model.{key}": value for key, value in sizes_at_width(recipe.model, hidden).items()}
     unsized = {key: value for key, value in stated.items() if key not in sizes}
     reference = resolve(name, file, to_words(unsized))
-    turned = resolve(name, file, to_words(sizes | stated))
+    turned = resolve(name, file, to_words(beside(sizes, stated)))
+    for rule in range_rules(turned, world=1):
+        if not rule.holds:
+            raise ConfigError(rule.message)
     growth = multiplied_parameters(turned.model) / multiplied_parameters(reference.model)
 
     settings = sizes | run_settings(recipe, turned, growth, stated)
@@ -58,11 +66,14 @@ def settings_at_depth(name: str | None, file: str | None, argv: list[str], depth
     settings["log.name"] = f"{recipe.log.name}-d{depth}"
     if any(f"train.{key}" in stated for key in HORIZONS):
         del settings["train.tokens"]
-    return to_words(settings | {key: value for key, value in stated.items() if key != "optim.weight_decay"})
+    own = {key: value for key, value in stated.items() if key != "optim.weight_decay"}
+    return to_words(beside(settings, own))
 
 
 def check_can_turn(recipe: Config, stated: Tree) -> None:
-    """Raise ConfigError if the length of a recipe cannot grow with its size, and for a branch."""
+    """Raise ConfigError if the length of a recipe cannot grow with its size, for a branch, and for layers."""
+    if "model.layers" in stated:
+        raise ConfigError(f"{OPTION}: model.layers is stated, too; keep one")
     branch = stated.get("checkpoint.branch")
     if branch not in (None, "none"):
         raise ConfigError(f"{OPTION}: a branch keeps the sizes of {branch}; leave it out")
@@ -125,6 +136,11 @@ def run_settings(recipe: Config, turned: Config, growth: float, stated: Tree) ->
         settings |= {"optim.lr_rule": "sqrt", "optim.base_batch": base_batch}
     decay = turned.optim.weight_decay * math.sqrt(batch / base_batch) / longer
     return settings | {"optim.weight_decay": float(f"{decay:.4g}")}
+
+
+def beside(settings: Tree, stated: Tree) -> Tree:
+    """Return the settings with those that are stated, which win: also a part as a whole (model.mlp none)."""
+    return {key: value for key, value in settings.items() if not is_below(key, stated)} | stated
 
 
 def to_words(settings: Tree) -> list[str]:

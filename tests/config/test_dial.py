@@ -88,12 +88,27 @@ def test_what_is_stated_beside_the_depth_wins_and_the_rest_follows_from_it():
     as_in_recipe = at("speedrun --depth 20").optim.weight_decay
     assert decay.optim.weight_decay == pytest.approx(2 * as_in_recipe, rel=1e-3)
     assert decay.optim.lr == 1e-3
+    other = at("quickstart --depth 16 --model.preset llama3-8b")
+    assert (other.model.hidden, other.model.mixer.heads, other.model.mixer.kv_heads) == (2048, 16, 4)
+
+
+def test_a_part_that_is_stated_as_a_whole_wins():
+    cfg = at("quickstart --depth 2 --model.mup none")
+    assert (cfg.model.layers, cfg.model.mup) == (2, None)
+    assert at("quickstart --depth 2 --model.mlp none").model.mlp.kind == "none"
 
 
 @pytest.mark.parametrize("words, expected", [
     ("speedrun --depth", "--depth: needs a number of layers, such as 12"),
     ("speedrun --depth deep", "--depth: expected a number of layers, such as 12, got 'deep'"),
     ("speedrun --depth 0", "--depth: expected a number of layers, such as 12, got '0'"),
+    ("speedrun --depth ²", "--depth: expected a number of layers, such as 12, got '²'"),
+    ("speedrun --depth 8 --depth=9", "--depth: is given twice; keep one"),
+    ("speedrun --depth 8 --model.layers 9", "--depth: model.layers is stated, too; keep one"),
+    ("speedrun --depth 8 --model.hidden 0", "model.hidden: 0 must be above 0"),
+    ("speedrun --depth 8 --train.tokens 0", "train.tokens: 0.0 must be above 0, or none"),
+    ("speedrun --depth 8 --train.seq_len 0", "train.seq_len: 0 must be above 0"),
+    ("speedrun --depth 8 --train.global_batch 0", "train.global_batch: 0 must be above 0"),
     ("--depth 8 --checkpoint.branch runs/a", "--depth: a branch keeps the sizes of runs/a; leave it out"),
     ("speedrn --depth 8", "speedrn: no such recipe; did you mean speedrun?"),
     ("gemma3-tiny --depth 8 --model.pattern local,block", "model.pattern"),
