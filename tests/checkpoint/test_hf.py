@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoint.disk.tensors_by_name import open_safetensors_folder
+from checkpoint.hf.families.table import FAMILIES
 from checkpoint.hf import tensors as hf
 from config import ConfigError, ModelConfig
 from config.reading import build_tree, merge
@@ -80,7 +81,8 @@ def made(request, tmp_path):
 def read(kind, tied, folder):
     found = whole_folder.stored_tensors(folder, kind)
     got = pieces(kind, tied, 0)
-    whole_folder.read_weights(kind, hf.tie_embeddings(model(kind, tied), found), found, got)
+    ours = hf.tie_embeddings(model(kind, tied), FAMILIES[kind], found)
+    whole_folder.read_weights(kind, ours, found, got)
     return got
 
 
@@ -139,7 +141,8 @@ def test_a_head_that_is_missing_or_equal_is_tied(tmp_path):
     write(tmp_path, "llama", False)
     change(tmp_path, lambda t: t.pop("lm_head.weight"))
     found = whole_folder.stored_tensors(tmp_path, "llama")
-    assert hf.tie_embeddings(model("llama", False), found).tied  # no head on disk: it is the embedding
+    tied = hf.tie_embeddings(model("llama", False), FAMILIES["llama"], found)
+    assert tied.tied  # no head on disk: it is the embedding
     change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert same(read("llama", True, tmp_path), pieces("llama", True)[:2] + pieces("llama", False)[3:])
     change(tmp_path, lambda t: t["lm_head.weight"].add_(1))

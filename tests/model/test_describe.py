@@ -62,6 +62,15 @@ PUBLISHED = {  # elements of the released weights, without the routers' biases
     "gemma3-1b": 999_885_952,
     "olmo2-7b": 7_298_617_344,
     # OLMo-ladder's counts leave out the embedding
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "speedrun": 12 * 12 * 768**2 + 2 * 32_768 * 768,  # nanochat's depth 12 without value embeddings
     "olmo2-190m": 190_354_176 + 768 * 100_352,
     "olmo2-370m": 371_262_464 + 1024 * 100_352,
     "olmo2-760m": 758_220_288 + 1536 * 100_352,
