@@ -199,6 +199,8 @@ def read_record(out: Path) -> CorpusRecord | None:
     else."""
     path = out / RECORD
     if not path.exists():
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"--out: {out} is a file; name a folder")
         others = sorted(os.listdir(out)) if out.is_dir() else []
         if others and others != ["lock"]:
             raise ConfigError(f"--out: {out} holds {others[0]}, but no corpus; choose another folder")

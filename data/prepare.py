@@ -856,8 +856,9 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
     if not counts["documents"]:
         remove_parts(job)
         first_bad = f", the first {counts['bad_records'][0]}" if counts["bad_records"] else ""
-        raise ConfigError(f"{units[0][0].path}: the input has no documents ({counts['empty']} empty, "
-                          f"{counts['bad']} bad{first_bad})")
+        filtered = f", {counts['dropped']} filtered out" if counts["dropped"] else ""
+        raise ConfigError(f"{units[0][0].path}: the input has no documents ({counts['empty']} empty"
+                          f"{filtered}, {counts['bad']} bad{first_bad})")
 
     check_lost(job, counts, counts["text_bytes"])
 

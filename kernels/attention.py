@@ -2,8 +2,8 @@
 cap and sinks.
 
 `attention` is the only public function. It picks an implementation unless one is named. On a CPU it picks
-`blocks`, or SDPA if there are more keys than queries, and for plain sequences of one block. On a GPU it picks the first of these that supports the
-call:
+`blocks`, or SDPA if there are more keys than queries, and for plain sequences of one block. On a GPU it picks
+the first of these that supports the call:
 1. an installed library: flash-attn, cuDNN for documents, torch's copy of flash-attn for documents and
    windows, torch's flex_attention for every other mask, soft caps and sinks, of long sequences
    (kernels/attention_libraries.py);

@@ -1,4 +1,4 @@
-"""The process that talks to a tracker: child_sink.py starts it and sends JSON lines to its stdin.
+"""The process that talks to a tracker: tracker_sinks.py starts it and sends JSON lines to its stdin.
 
 It imports nothing from Bevatron, and the package of its tracker only. The first line has kind (wandb, mlflow
 or comet) and what the class of that tracker asks for below. The following lines:

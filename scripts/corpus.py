@@ -153,6 +153,8 @@ def check_options(args: argparse.Namespace) -> None:
         value = getattr(args, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')}: {value} must be at least 1")
+    if args.min_score is not None and not math.isfinite(args.min_score):
+        raise ConfigError(f"--min-score: {args.min_score} is not a finite number")
     if args.min_characters < 0:
         raise ConfigError(f"--min-characters: {args.min_characters} must be at least 0")
 

@@ -446,6 +446,8 @@ def test_what_is_not_finished_may_be_asked_for_otherwise(stand_in, tmp_path, cap
     ("c4 --tokenizer bytes --tokens ten", "--tokens: expected a number of tokens such as 500M or 10B"),
     ("c4 --tokenizer bytes --files 0", "--files: 0 must be at least 1"),
     ("c4 --tokenizer bytes --min-score 1", "--min-score: c4 has no score"),
+    ("fineweb-edu-10bt --tokenizer bytes --min-score nan", "--min-score: nan is not a finite number"),
+    ("climbmix --tokenizer bytes --min-characters 99999", "no documents (0 empty, "),
     ("climbmix --tokenizer bytes --score-key s", "--score-key: is for --min-score"),
     ("climbmix --tokenizer bytes --jsonl-key body", "no column 'body'; it has text: choose with --jsonl-key"),
     ("climbmix --tokenizer bytes --min-score 1 --score-key s",
@@ -457,6 +459,12 @@ def test_what_is_not_finished_may_be_asked_for_otherwise(stand_in, tmp_path, cap
 def test_a_mistake_is_one_line(stand_in, tmp_path, capsys, words, says):
     place = ["--out", tmp_path / "out", "--from", stand_in, "--workers", 1]
     assert says in refusal(capsys, *words.split(), *place)
+
+
+def test_a_file_in_the_place_of_the_folder_is_one_line(stand_in, tmp_path, capsys):
+    (tmp_path / "out").write_text("mine")
+    words = ["climbmix", "--tokenizer", "bytes", "--from", stand_in, "--out", tmp_path / "out"]
+    assert "is a file; name a folder" in refusal(capsys, *words)
 
 
 def test_no_network_names_the_way_out(tmp_path, capsys):
