@@ -162,8 +162,10 @@ def choose_kind(
 
 def is_one_plain_block(q: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> bool:
     """Whether SDPA's CPU kernel is faster than `blocks`."""
-    is_plain = mask is None and not beyond and q.shape[-1] == v.shape[-1]
-    return is_plain and q.shape[1] <= BLOCK and q.dtype in (torch.float32, torch.float64)
+    has_plain_scores = mask is None and not beyond
+    has_equal_dims = q.shape[-1] == v.shape[-1]
+    is_full_precision = q.dtype in (torch.float32, torch.float64)
+    return has_plain_scores and has_equal_dims and is_full_precision and q.shape[1] <= BLOCK
 
 
 def choose_on_gpu(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, beyond: list[str]) -> str | None:
