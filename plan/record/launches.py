@@ -462,6 +462,7 @@ def scaled_product_into(*args: Tensor, out: Tensor, **kwargs: Any) -> Tensor:
 
 # ---- the recorder ------------------------------------------------------------------------------------------
 
+HELPERS = ("multiply_into_fp32",)  # their launches are those of their caller, as a router's products
 # Operations that launch several kernels on a GPU, approximately as in CUB, ATen and cuDNN; others launch one.
 KERNELS_OF = {
     "aten.sort": 4,
@@ -798,7 +799,7 @@ def in_backward() -> bool:
 
 
 def find_caller(frame: FrameType | None) -> tuple[str, str]:
-    """Return (file, function) of the innermost frame in the recorded code.
+    """Return (file, function) of the innermost frame in the recorded code, HELPERS left out.
 
     Return OUTSIDE if the backward of a torch operation comes first.
     """
@@ -807,7 +808,7 @@ def find_caller(frame: FrameType | None) -> tuple[str, str]:
         if path.endswith("torch/autograd/graph.py"):  # starts the backward, with none of our frames inside
             return OUTSIDE
         file = file_of_ours(path)
-        if file is not None:
+        if file is not None and frame.f_code.co_name not in HELPERS:
             return file, frame.f_code.co_name
         frame = frame.f_back
     return OUTSIDE
