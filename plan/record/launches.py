@@ -40,6 +40,7 @@ from kernels import (
 )
 from kernels.attention_mask import AttentionMask
 from kernels.attention_scores import ScoreForm
+from kernels.linear import multiply_into_fp32
 from kernels.partial_attention import attention_part
 from parallel.sharding import spec
 from plan.record.events import Event, HostRead, OpBegins, OpEnds
@@ -462,7 +463,7 @@ def scaled_product_into(*args: Tensor, out: Tensor, **kwargs: Any) -> Tensor:
 
 # ---- the recorder ------------------------------------------------------------------------------------------
 
-HELPERS = ("multiply_into_fp32",)  # their launches are those of their caller, as a router's products
+HELPERS = (multiply_into_fp32.__code__,)  # their launches are those of their caller, as a router's products
 # Operations that launch several kernels on a GPU, approximately as in CUB, ATen and cuDNN; others launch one.
 KERNELS_OF = {
     "aten.sort": 4,
@@ -808,7 +809,7 @@ def find_caller(frame: FrameType | None) -> tuple[str, str]:
         if path.endswith("torch/autograd/graph.py"):  # starts the backward, with none of our frames inside
             return OUTSIDE
         file = file_of_ours(path)
-        if file is not None and frame.f_code.co_name not in HELPERS:
+        if file is not None and frame.f_code not in HELPERS:
             return file, frame.f_code.co_name
         frame = frame.f_back
     return OUTSIDE
