@@ -212,7 +212,8 @@ class RemoteFolder:
 def file_state(info: dict[str, Any]) -> FileState:
     """Return what a store tells of a file."""
     version = next((str(info[key]) for key in VERSIONS if info.get(key) is not None), "")
-    return FileState(int(info["size"]), version, (info.get("lfs") or {}).get("sha256", ""))
+    large_file = info.get("lfs") or {}
+    return FileState(int(info["size"]), version, large_file.get("sha256", ""))
 
 
 def as_remote_error(place: str, error: Exception) -> RemoteError:

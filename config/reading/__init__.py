@@ -22,7 +22,7 @@ usage.py     the text of --help
 Import what a program needs from here. The rules, the unused keys and the help are imported as modules:
 `from config.reading import rules`.
 """
-from config.reading.arguments import split_argv
+from config.reading.arguments import resolve, split_argv
 from config.reading.loading import (
     dotted_overrides,
     dump,
@@ -30,7 +30,6 @@ from config.reading.loading import (
     presets,
     recipe,
     recipes,
-    resolve,
     saved_config,
     stated_keys,
 )

@@ -12,11 +12,10 @@ rates with the batch. These are the rules of nanochat's dial (at 92d63d4), for a
 - Weight decay: it grows with sqrt(B) / D, so that B / (lr x decay x D) stays the same (arXiv 2405.13698).
 """
 import math
-import re
 from dataclasses import replace
 
 from config.optimizers import OPTIMIZERS
-from config.reading.loading import dotted_overrides, resolve
+from config.reading.loading import DEPTH_OPTION, from_layers
 from config.reading.parse import HORIZONS, parse_key
 from config.reading.rules import range_rules
 from config.reading.sizes import sizes_at_width
@@ -26,35 +25,30 @@ from config.tree import has_path, is_below
 from model.describe import all_parameters
 from model.router import mixture
 
-OPTION = "--depth"
-DEPTH = re.compile(r"[1-9][0-9]{0,5}")
 LOOKED_UP = ("embedding", "positions")  # roles of tables that give a token a row
 BATCH_POWER = 0.383  # of the tokens of a run (arXiv 2505.13738)
 WIDTH_UNIT = 64  # where the heads of a model do not divide its width
 
 
-def settings_at_depth(name: str | None, file: str | None, argv: list[str], depth: str) -> list[str]:
-    """Return the settings of a recipe or file at this depth, with those of `argv`, as a command line.
+def settings_at_depth(layers: list[Tree], stated: Tree, depth: int) -> Tree:
+    """Return the settings that a recipe and a file (layers) have at this depth, with those that are stated.
 
-    Sizes, batch and length that `argv` states win, and what follows from them follows; train.steps and
-    train.flops end the run, and batch and rates stay those of its whole length. Rates that `argv` states are
+    Sizes, batch and length that are stated win, and what follows from them follows; train.steps and
+    train.flops end the run, and batch and rates stay those of its whole length. Rates that are stated are
     those of the recipe's own depth. Raises ConfigError.
     """
-    if not DEPTH.fullmatch(depth):
-        raise ConfigError(f"{OPTION}: expected a number of layers, such as 12, got {depth!r}")
-    stated = dotted_overrides(argv)
     preset = {key: value for key, value in stated.items() if key == "model.preset"}
-    recipe = resolve(name, file, to_words(preset))
+    recipe = from_layers([*layers, preset])
     check_can_turn(recipe, stated)
 
     # the model, and its size beside the recipe's
-    hidden = stated.get("model.hidden") or width_at_depth(recipe.model, int(depth))
+    hidden = stated.get("model.hidden") or width_at_depth(recipe.model, depth)
     hidden = parse_key("model.hidden", hidden, "model.hidden")
     sizes = {"model.layers": depth, "model.hidden": hidden}
     sizes |= {f"model.{key}": value for key, value in sizes_at_width(recipe.model, hidden).items()}
     unsized = {key: value for key, value in stated.items() if key not in sizes}
-    reference = resolve(name, file, to_words(unsized))
-    turned = resolve(name, file, to_words(beside(sizes, stated)))
+    reference = from_layers([*layers, unsized])
+    turned = from_layers([*layers, beside(sizes, stated)])
     for rule in range_rules(turned, world=1):
         if not rule.holds:
             raise ConfigError(rule.message)
@@ -63,30 +57,24 @@ def settings_at_depth(name: str | None, file: str | None, argv: list[str], depth
     settings = sizes | run_settings(recipe, turned, growth, stated)
     if not (recipe.model.mup or OPTIMIZERS[turned.optim.name].why_no_mup):
         settings["model.mup.base"] = recipe.model.hidden
-    settings["log.name"] = f"{recipe.log.name}-d{depth}"
     if any(f"train.{key}" in stated for key in HORIZONS):
         del settings["train.tokens"]
-    own = {key: value for key, value in stated.items() if key != "optim.weight_decay"}
-    return to_words(beside(settings, own))
+    return beside(settings, {key: value for key, value in stated.items() if key != "optim.weight_decay"})
 
 
 def check_can_turn(recipe: Config, stated: Tree) -> None:
-    """Raise ConfigError if the length of a recipe cannot grow with its size, for a branch, and for layers."""
+    """Raise ConfigError if the length of a recipe cannot grow with its size, and if layers are stated."""
     if "model.layers" in stated:
-        raise ConfigError(f"{OPTION}: model.layers is stated, too; keep one")
-    branch = stated.get("checkpoint.branch")
-    if branch not in (None, "none"):
-        raise ConfigError(f"{OPTION}: a branch keeps the sizes of {branch}; leave it out")
-    train = recipe.train
+        raise ConfigError(f"{DEPTH_OPTION}: model.layers is stated, too; keep one")
+    train, name = recipe.train, recipe.log.name
+    leave_out = f"or leave {DEPTH_OPTION} out"
     for key in ("phases", "ramp"):
         if getattr(train, key) is not None:
-            raise ConfigError(
-                f"{OPTION}: train.{key} of {recipe.log.name} counts the steps of its own size; set it to "
-                f"none there, or leave {OPTION} out")
+            raise ConfigError(f"{DEPTH_OPTION}: train.{key} of {name} counts the steps of its own size; set "
+                              f"it to none there, {leave_out}")
     if train.steps is None and train.tokens is None:
-        raise ConfigError(
-            f"{OPTION}: {recipe.log.name} has neither train.steps nor train.tokens, from which the length at "
-            f"another depth follows; set one there, or leave {OPTION} out")
+        raise ConfigError(f"{DEPTH_OPTION}: {name} has neither train.steps nor train.tokens, from which the "
+                          f"length at another depth follows; set one there, {leave_out}")
 
 
 def width_at_depth(model: ModelConfig, depth: int) -> int:
@@ -141,8 +129,3 @@ def run_settings(recipe: Config, turned: Config, growth: float, stated: Tree) ->
 def beside(settings: Tree, stated: Tree) -> Tree:
     """Return the settings with those that are stated, which win: also a part as a whole (model.mlp none)."""
     return {key: value for key, value in settings.items() if not is_below(key, stated)} | stated
-
-
-def to_words(settings: Tree) -> list[str]:
-    """Return settings as words of a command line."""
-    return [f"--{key}={value}" for key, value in settings.items()]

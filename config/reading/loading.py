@@ -23,6 +23,8 @@ from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
 from config.tree import plain_data
 
+DEPTH_OPTION = "--depth"  # of train.py: the recipe at another size (config/reading/dial.py)
+
 # ---- files and recipes -----------------------------------------------------------------------------------
 
 def presets() -> dict[str, Tree]:
@@ -90,20 +92,22 @@ def dotted_overrides(argv: list[str]) -> Tree:
     return stated
 
 
-def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
-    """Return the config of a command line: recipe, then file, then overrides, on top of the model's preset.
+def lower_layers(name: str | None, file: str | None) -> list[Tree]:
+    """Return the settings of a recipe and of a file, the weaker first.
 
-    Defaults to the recipe quickstart without a recipe or a file. Raises ConfigError.
+    Defaults to the recipe quickstart without either. Raises ConfigError.
     """
-    overrides = dotted_overrides(argv)
     if not name and not file:
-        layers = [recipe("quickstart")]
-    else:
-        layers = [recipe(name)] if name else []
-    if file:
-        layers.append(current_tree(read_yaml(file)))
-    layers.append(overrides)
+        name = "quickstart"
+    layers = [recipe(name)] if name else []
+    return [*layers, current_tree(read_yaml(file))] if file else layers
 
+
+def from_layers(layers: list[Tree], name: str | None = None) -> Config:
+    """Return the config of these settings, the strongest last, on top of the model's preset.
+
+    `name` is the default of log.name. Raises ConfigError.
+    """
     tree: Tree = {}
     for layer in layers:
         tree = merge(tree, layer)

@@ -3,7 +3,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from config.reading.loading import resolve
+from config.reading.arguments import resolve
 from config.schema import ChannelMixer, Config, ModelConfig, NoPart, TokenMixer
 from model.rope import RopeConfig, with_fitting_longrope, with_original_context
 from model.router import ExpertsConfig, with_mlps

@@ -36,7 +36,6 @@ from parallel.wire.comm import Group
 from parallel.wire.world import join_alone, leave_job
 
 WIDTH = 1024  # of the square weights
-BYTES_PER_PARAMETER = 12
 STEP_PRODUCTS = 4  # of 1024 x 1024 matrices
 READ_BYTES = 4 << 20  # chunk size of a plain read
 ROUNDS = 3

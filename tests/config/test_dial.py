@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from checkpoint import branch
 from config import ConfigError
-from config.reading import resolve, split_argv
+from config.reading import resolve, split_argv, stated_keys
 from config.tree import differing_leaves
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,7 +110,6 @@ def test_a_part_that_is_stated_as_a_whole_wins():
     ("speedrun --depth 8 --train.tokens 0", "train.tokens: 0.0 must be above 0, or none"),
     ("speedrun --depth 8 --train.seq_len 0", "train.seq_len: 0 must be above 0"),
     ("speedrun --depth 8 --train.global_batch 0", "train.global_batch: 0 must be above 0"),
-    ("--depth 8 --checkpoint.branch runs/a", "--depth: a branch keeps the sizes of runs/a; leave it out"),
     ("speedrn --depth 8", "speedrn: no such recipe; did you mean speedrun?"),
     ("gemma3-tiny --depth 8 --model.pattern local,block", "model.pattern"),
 ])
@@ -128,6 +128,29 @@ def test_a_file_whose_length_cannot_grow_is_refused(tmp_path, keys, expected):
     file.write_text(f"model: {{preset: llama-mini}}\nlog: {{name: file}}\n{keys}\n")
     with pytest.raises(ConfigError, match=expected):
         at(f"--config {file} --depth 8")
+
+
+def test_a_branch_keeps_its_sizes():
+    with pytest.raises(ConfigError, match="a branch keeps the settings of runs/a; leave the recipe out"):
+        branch.resolve(*split_argv("--depth 8 --checkpoint.branch runs/a".split()))
+
+
+def test_what_takes_a_recipe_takes_it_at_a_depth():
+    assert at("speedrun-d20") == at("speedrun --depth 20")
+    assert at("d2").log.name == "d2" and at("--depth 2").log.name == "quickstart-d2"
+    assert stated_keys(None, split_argv("quickstart --depth 2 --optim.lr 1e-3".split())[2]) == {"optim.lr"}
+    with pytest.raises(ConfigError, match="quickstart-d8: no such recipe"):
+        at("quickstart-d8 --depth 6")
+
+
+def test_a_loop_over_a_rate_at_a_depth_makes_a_run_for_each(tmp_path):
+    """The first is quickstart-d2, the second is named by its rate."""
+    keys = ["--train.steps", "2", "--train.seq_len", "32", "--eval.every", "none", "--log.dir", str(tmp_path)]
+    for rate in ("1e-3", "2e-3"):
+        words = [sys.executable, "train.py", "quickstart", "--depth", "2", *keys, "--optim.lr", rate]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"quickstart-d2", "quickstart-d2+optim.lr=0.002"}
 
 
 def test_train_py_turns_the_dial_trains_resumes_and_shows_it(tmp_path):
