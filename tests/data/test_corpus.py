@@ -288,12 +288,14 @@ def test_a_killed_download_goes_on_where_it_was_and_ends_in_the_same_bytes(large
         assert whole.returncode == 0, whole.stderr
 
         server.held_from = 2 * PART_BYTES
+        server.ranges.clear()
         out = tmp_path / "killed"
         line = [sys.executable, "-m", "scripts.corpus", *map(str, [*words, "--out", out, "--workers", 1])]
         process = subprocess.Popen(line, cwd=ROOT)
         host = server.url.removeprefix("http://")
         part = out / "downloads" / "http" / host / EDU / "000_00000.parquet.part"
         assert wait_until(lambda: part.exists() and part.stat().st_size == 2 * PART_BYTES)
+        assert wait_until(lambda: ("000_00000.parquet", 2 * PART_BYTES) in server.ranges)
         process.send_signal(signal.SIGKILL)
         process.wait()
         server.held_from = None
