@@ -21,6 +21,7 @@ import torch.distributed as dist
 import train
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
+from runtime import setup
 from runtime.failure import fail_cleanly
 
 GRACE = 0.3  # seconds from the first failure to the SIGTERM: torchrun polls its ranks, too
@@ -149,6 +150,7 @@ def child(
         out = os.open(home / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        setup.spare_threads = lambda *_: 1  # OpenMP's other threads, which this process had, are not forked
         before(rank)
         code = fail_cleanly(main, args)
     except BaseException:
