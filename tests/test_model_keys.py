@@ -306,8 +306,8 @@ def narrower_base(before: Seen, after: Seen) -> bool:
     )
 
 
-def only(kind: str):
-    return lambda before, after: before.kernels == {"blocks"} and after.kernels == {kind}
+def instead(of: str, kind: str):
+    return lambda before, after: before.kernels == {of} and after.kernels == {kind}
 
 
 def fewer_choices(before: Seen, after: Seen) -> bool:
@@ -492,7 +492,7 @@ CASES = [
     Case("mixer.growth.first", 1, VALUES, base=GROWTH, also=EVERY_FOUR),
     Case("mixer.growth.rate", 0.5, VALUES, base={**LATENT, **GROWTH}, also=EVERY_FOUR),
     Case(
-        "mixer.kind", "latent", NEW,
+        "mixer.kind", "latent", {*NEW, "kernels"},
         added("attn.kv_a", "attn.kv_b", "attn.kv_norm", gone=("attn.k.", "attn.v.")), also=LATENT_SIZES,
     ),
     Case(
@@ -502,7 +502,7 @@ CASES = [
     Case("mixer.q_rank", 20, NEW, added("attn.q_a", "attn.q_b", "attn.q_norm", gone=("attn.q.",)), LATENT),
     Case("mixer.nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
     Case("mixer.rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
-    Case("mixer.value_dim", 12, NEW, shaped(attn_to_v=(48, 32), attn_to_o=(32, 48))),
+    Case("mixer.value_dim", 12, {*NEW, "kernels"}, shaped(attn_to_v=(48, 32), attn_to_o=(32, 48))),
     Case("mixer.value_scale", 0.5, VALUES),
     Case("mixer.v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
     Case("mixer.norm_eps", 0.1, VALUES, base=LATENT),
@@ -569,11 +569,11 @@ CASES = [
     Case("mtp.weight", 0.6, {"gradients"}, twice_the_module, {"mtp.modules": 1}),
     Case("blocks", {"local": {"mixer.window": 2}}, VALUES, base=FIRST_LOCAL),
     Case("pattern", "block, local...", VALUES, base=FIRST_LOCAL),
-    Case("mixer.window", 4, VALUES, far_tokens_alone),
-    Case("mixer.chunk", 4, VALUES, far_tokens_alone),
+    Case("mixer.window", 4, {*VALUES, "kernels"}, far_tokens_alone),
+    Case("mixer.chunk", 4, {*VALUES, "kernels"}, far_tokens_alone),
     Case("mixer.scale", 0.5, VALUES),
-    Case("mixer.softcap", 2.0, VALUES),
-    Case("mixer.sinks", True, NEW, sinks_learn),
+    Case("mixer.softcap", 2.0, {*VALUES, "kernels"}),
+    Case("mixer.sinks", True, {*NEW, "kernels"}, sinks_learn),
     Case("dropout", 0.2, TRAINED),
     Case("init_std", 0.05, {"start"}, std_times(2.5)),
     Case("lora", {"rank": 2}, {"shapes", "logits", "loss"}, added("attn.q.lora_", "attn.v.lora_")),
@@ -590,8 +590,10 @@ CASES = [
     Case("mup", {"base": 16}, {*VALUES, "start", "rates"}, mup),
     Case("mup.base", 8, {*VALUES, "start", "rates"}, narrower_base, {"mup.base": 16}),
     Case("mup.head_dim", 4, VALUES, base={"mup.base": 16}),
-    Case("mixer.kernel", "reference", {"kernels"}, only("reference")),
-    Case("mixer.kernel", "sdpa", {"kernels"}, only("sdpa")),
+    Case("mixer.kernel", "reference", {"kernels"}, instead("sdpa", "reference")),
+    Case(
+        "mixer.kernel", "sdpa", {"kernels"}, instead("reference", "sdpa"), {"mixer.kernel": "reference"},
+    ),
     Case(
         "mlp.kind", "experts", {*NEW, *ROUTED},
         added("mlp.router.weight", *(f"mlp.experts.{e}." for e in range(8)), gone=EVERY_LAYER),

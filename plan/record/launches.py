@@ -22,11 +22,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.attention import SDPBackend
 from torch.nn.modules import module as modules
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import (
@@ -163,8 +162,9 @@ class SimulatedDevice(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         if function is Tensor.backward:
             return self.run_backward(*args, **(kwargs or {}))
-        if function is torch.nn.functional.scaled_dot_product_attention and self.device.type == "cuda":
-            return library_attention(*args, **(kwargs or {}))
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            library = library_attention if self.device.type == "cuda" else host_attention
+            return library(*args, **(kwargs or {}))
         if is_meta and function is torch._scaled_mm and kwargs and kwargs.get("out") is not None:
             return scaled_product_into(*args, **kwargs)
         args = tuple(self.real(value) for value in args)
@@ -227,14 +227,21 @@ def simulated_addresses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def simulated_recomputation() -> Iterator[None]:
-    """Skip the device comparison in torch's checkpoint recompute: a tensor saved by a C++ operation does not
-    report the claimed device."""
+def simulated_hooks(mode: SimulatedDevice) -> Iterator[None]:
+    """Let a hook on a saved tensor see the claimed device. Inside an operation of torch the mode is off."""
+    real_init = saved_tensors_hooks.__init__
 
-    def facts(x: Tensor) -> dict[str, Any]:
-        return {"shape": x.shape, "dtype": x.dtype}
+    def init(
+        self: saved_tensors_hooks, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> None:
+        def simulated_pack(x: Tensor) -> Any:
+            is_on = mode in _get_current_function_mode_stack()
+            with contextlib.nullcontext() if is_on else mode:
+                return pack(x)
 
-    with mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, {"default": facts}):
+        real_init(self, simulated_pack, unpack)
+
+    with mock.patch.object(saved_tensors_hooks, "__init__", init), mode:
         yield
 
 
@@ -269,7 +276,6 @@ def simulated_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iter
     with contextlib.ExitStack() as stack:
         stack.enter_context(fresh_caches())
         stack.enter_context(simulated_addresses())
-        stack.enter_context(simulated_recomputation())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(mock.patch.object(triton_, "TRITON_AVAILABLE", True))
@@ -277,7 +283,7 @@ def simulated_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iter
         stack.enter_context(simulated_libraries())
         if cudnn:
             stack.enter_context(simulated_cudnn())
-        stack.enter_context(SimulatedDevice(device, recorder))
+        stack.enter_context(simulated_hooks(SimulatedDevice(device, recorder)))
         yield device
 
 
@@ -360,7 +366,8 @@ def simulated_cpu(recorder: "Recorder") -> Iterator[torch.device]:
     """Make meta tensors report CPU index 0: without an index it is the host, where tensors have values."""
     device = torch.device("cpu", 0)
     recorder.counts_host = True
-    with fresh_caches(), simulated_addresses(), simulated_recomputation(), SimulatedDevice(device, recorder):
+    mode = SimulatedDevice(device, recorder)
+    with fresh_caches(), simulated_addresses(), simulated_hooks(mode):
         yield device
 
 
@@ -449,6 +456,26 @@ def library_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> SDPBac
         if is_enabled[backend] and is_supported and takes(d, e):
             return backend
     return SDPBackend.MATH
+
+
+def host_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run the operation that scaled_dot_product_attention becomes on a CPU: a fused one, which reads shared key
+    heads as they are, or without it (head dims that differ) its arithmetic. q, k, v [b, h or g, s, d].
+    """
+    if query.shape[-1] != value.shape[-1]:
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, **options)[0]
+    operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return operation(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def scaled_product_into(*args: Tensor, out: Tensor, **kwargs: Any) -> Tensor:

@@ -278,6 +278,10 @@ OPERATIONS = {
     "aten._scaled_dot_product_flash_attention_backward": KernelRow(
         BACKWARD, "flash 2 backward", of_attention(3, 2)
     ),
+    "aten._scaled_dot_product_flash_attention_for_cpu": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": KernelRow(
+        BACKWARD, "flash 2 backward", of_attention(3, 2)
+    ),
     "aten._scaled_dot_product_efficient_attention": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
     "aten._scaled_dot_product_efficient_attention_backward": KernelRow(
         BACKWARD, "flash 2 backward", of_attention(3, 2)

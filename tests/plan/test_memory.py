@@ -294,13 +294,13 @@ def test_a_step_that_is_looked_into_copies_the_masters(keys):
 @pytest.mark.slow(every=3)
 @pytest.mark.parametrize("keys", [{}, SP, PP | {"parallel.recompute": "full"}], ids=str)
 def test_offloaded_activations_are_not_on_the_device(keys):
-    """Eight blocks are in flight: eight of one microbatch, or four of two. One computes, one is fetched."""
+    """Eight blocks are in flight: eight of one microbatch, or four of two. Some tensors of one are in use."""
     cfg = with_values(resolve("llama3-tiny", None, SIZE), keys)
     world = cfg.parallel.tp * cfg.parallel.pp
     (block,) = records_of_part(describe_stage(cfg, 1, 2).parts[0], cfg.train.micro_batch)
     away = with_values(cfg, {"parallel.offload": "activations"})
     least, most = (recorded_activations(one, world, 0) for one in (away, cfg))
-    assert 5.9 * block.kept < most - least < 7 * block.kept
+    assert 5.9 * block.kept < most - least < 8 * block.kept
 
 
 @pytest.mark.slow

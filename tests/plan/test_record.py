@@ -124,6 +124,7 @@ def repeat_decisions(monkeypatch, decided: list) -> None:
 
 DENSE = [
     (1, ""),
+    (1, "--model.mixer.kernel sdpa --model.mixer.value_dim 12"),
     (2, "--parallel.tp 2"),
     (2, "--parallel.tp 2 --parallel.sp true --parallel.async_tp true"),
     (2, "--parallel.cp 2"),
@@ -178,6 +179,15 @@ def test_a_dense_record_is_the_run(ranks, world, words):
         return recorded(cfg, world, rank)
 
     check_against_job(ranks, world, cfg, expected)
+
+
+def test_what_a_library_saves_for_its_backward_is_offloaded_too():
+    """Torch's attention and ours save tensors of the same sizes."""
+    words = [*SIZE, *BATCH, *"--train.dtype bf16 --train.seq_len 128 --parallel.offload activations".split()]
+    cfg = resolve("llama3-tiny", None, words)
+    kinds = [with_values(cfg, {"model.mixer.kernel": kind}) for kind in ("sdpa", "triton")]
+    library, ours = (get_part_record(one, 1, 0, CHIPS["h100"]).host for one in kinds)
+    assert library == ours > 0
 
 
 @pytest.mark.parametrize("chunks", ["1", "2"])
