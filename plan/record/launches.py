@@ -468,8 +468,8 @@ def host_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run the operation that scaled_dot_product_attention becomes on a CPU: a fused one, which reads shared key
-    heads as they are, or without it (head dims that differ) its arithmetic. q, k, v [b, h or g, s, d].
+    """Run the operation that scaled_dot_product_attention becomes on a CPU: the fused one, which reads shared
+    key heads as they are, or plain arithmetic if head dims differ. q, k, v [b, h or g, s, d].
     """
     if query.shape[-1] != value.shape[-1]:
         options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
