@@ -30,11 +30,11 @@ after the softmax, through the logsumexp of the scores of keys: so a library has
 flash-attn 2 and 3 return the logsumexp but drop the gradient.
 
 Why `blocks`: SDPA's CPU kernel reaches a third of the machine's GEMM throughput, because its inner products
-are small and the softmax between them is scalar code. (In a sequence of one block, in fp32 or fp64, it still
-takes 0.6 to 0.75 of the time of `blocks`.) Here one batched GEMM multiplies a block of queries
+are small and the softmax between them is scalar code. Here one batched GEMM multiplies a block of queries
 with all keys up to the end of the block, and skips the later keys. Scores and softmax are in fp32 or better,
 probabilities in the compute dtype. The probabilities are saved for the backward if they are small compared to
-the other activations of the block. Otherwise the backward recomputes them with the same code, bit for bit.
+the other activations of the block. Otherwise the backward recomputes them with the same code, bit for bit. A
+sequence of one block has no keys to skip: there, in fp32 or fp64, SDPA takes 0.6 to 0.75 of the time.
 """
 import contextlib
 import math
