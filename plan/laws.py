@@ -9,15 +9,17 @@ if the points do not say how many those are.
 The fit follows arXiv 2203.15556, section 3.3: minimize the sum of Huber losses, delta 1e-3, of the
 differences of log losses, from a grid of starts. The minimizer does not stop too early, which arXiv
 2404.10102 found to be the problem of the published fit. Intervals are percentiles over bootstrap fits,
-resampled with replacement as there.
+resampled with replacement as there. The interval of a loss that is forecast also has the noise of a run, and
+is wider where points are few (Student's t).
 """
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from math import exp, inf
+from math import exp, hypot, inf
 
 import numpy as np
 from scipy.optimize import least_squares
+from scipy.stats import norm, t
 
 from plan.points import Array, Points
 
@@ -56,10 +58,15 @@ class Law:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted law. theta [k]; draws [bootstraps, k]: fits to resampled runs."""
+    """A fitted law. theta [k]; draws [bootstraps, k]: fits to resampled runs.
+
+    noise: standard deviation of a run's log loss, from the residuals. freedom: runs less numbers of the law.
+    """
     law: Law
     theta: Array
     draws: Array
+    noise: float
+    freedom: int
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -79,9 +86,18 @@ class Fit:
         return float(np.exp(self.predict(self.theta, parameters, tokens)))
 
     def loss_interval(self, parameters: float, tokens: float) -> tuple[float, float]:
-        """Return the 95 % interval of the draws' predictions, which excludes the noise of a run."""
-        low, high = np.percentile(np.exp(self.predict(self.draws, parameters, tokens)), INTERVAL)
-        return float(low), float(high)
+        """Return the 95 % interval of the loss of another run, if the law holds there.
+
+        It joins the interval of the draws' predictions and that of a run around the law.
+        """
+        middle = float(self.predict(self.theta, parameters, tokens))
+        low, high = np.percentile(self.predict(self.draws, parameters, tokens), INTERVAL)
+        quantile = INTERVAL[1] / 100
+        of_run = norm.ppf(quantile) * self.noise
+        widening = t.ppf(quantile, self.freedom) / norm.ppf(quantile)
+        below = widening * hypot(middle - low, of_run)
+        above = widening * hypot(high - middle, of_run)
+        return exp(middle - below), exp_or_inf(middle + above)
 
     def predict(self, theta: Array, parameters: float, tokens: float) -> Array:
         """Map theta [.., k] to the log of the loss [..]."""
@@ -179,7 +195,9 @@ def fit_law(
         tell(done)
         drawn = points.take(random.integers(0, len(points), len(points)))
         draws.append(minimize_from(theta, law, drawn))
-    return Fit(law, theta, np.array(draws or [theta]))
+    freedom = max(1, len(points) - len(theta))
+    noise = float(np.sqrt((residuals(theta, law, points) ** 2).sum() / freedom))
+    return Fit(law, theta, np.array(draws or [theta]), noise, freedom)
 
 
 def best_starts(law: Law, points: Points) -> Array:
