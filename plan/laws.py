@@ -12,12 +12,13 @@ differences of log losses, from a grid of starts. The minimizer does not stop to
 resampled with replacement as there. The interval of a loss that is forecast also has the noise of a run, and
 is wider where points are few (Student's t).
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import exp, hypot, inf
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import least_squares
 from scipy.stats import norm, t
 
@@ -189,15 +190,20 @@ def fit_law(
     """
     ends = [minimize_from(start, law, points) for start in best_starts(law, points)]
     theta = min(ends, key=lambda end: float(huber_sum(law, end, points)))
-    random = np.random.default_rng(seed)
     draws: list[Array] = []
-    for done in range(bootstraps):
+    for done, rows in enumerate(resamples(len(points), bootstraps, seed)):
         tell(done)
-        drawn = points.take(random.integers(0, len(points), len(points)))
-        draws.append(minimize_from(theta, law, drawn))
+        draws.append(minimize_from(theta, law, points.take(rows)))
     freedom = max(1, len(points) - len(theta))
     noise = float(np.sqrt((residuals(theta, law, points) ** 2).sum() / freedom))
     return Fit(law, theta, np.array(draws or [theta]), noise, freedom)
+
+
+def resamples(runs: int, bootstraps: int, seed: int = 0) -> Iterator[NDArray[np.intp]]:
+    """Yield indices of runs drawn with replacement, the same for each law of the same points: [runs]."""
+    random = np.random.default_rng(seed)
+    for _ in range(bootstraps):
+        yield random.integers(0, runs, runs)
 
 
 def best_starts(law: Law, points: Points) -> Array:

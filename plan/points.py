@@ -1,6 +1,7 @@
 """The finished runs that a scaling law is fitted to."""
 import csv
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from config import ConfigError
 Array = NDArray[np.float64]
 COLUMNS = ("run", "parameters", "tokens", "flops", "loss")  # of a table of points
 NON_EMBEDDING = "parameters_without_embeddings"  # an optional column
+SCORE = "tasks/"  # begins other optional columns: scores of tasks, as metrics.jsonl names them
 SMOOTHING = 0.02  # window of the average before a point, as a fraction of its position
 
 
@@ -19,6 +21,7 @@ class Points:
     """n runs. parameters, tokens, flops (of the whole run) and final loss (nats per token): [n].
 
     non_embedding: parameters outside of the embedding and the output head, [n], or None if unknown.
+    scores: {column: [n]}, such as tasks/core.
     """
     runs: tuple[str, ...]
     parameters: Array
@@ -26,6 +29,7 @@ class Points:
     flops: Array
     loss: Array
     non_embedding: Array | None = None
+    scores: Mapping[str, Array] = field(default_factory=dict[str, Array])
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -39,6 +43,7 @@ class Points:
             flops=self.flops[rows],
             loss=self.loss[rows],
             non_embedding=None if self.non_embedding is None else self.non_embedding[rows],
+            scores={name: values[rows] for name, values in self.scores.items()},
         )
 
     @property
@@ -53,7 +58,7 @@ class Points:
 
 
 def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
-    """Make points from rows with the keys of COLUMNS, and of NON_EMBEDDING if all rows have it.
+    """Make points from rows with the keys of COLUMNS, and those of the optional columns that all rows have.
 
     `source` is named in errors.
 
@@ -71,7 +76,26 @@ def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
                 )
     values = {column: np.array([float(row[column]) for row in rows]) for column in columns}
     non_embedding = values.pop(NON_EMBEDDING, None)
-    return Points(tuple(str(row["run"]) for row in rows), **values, non_embedding=non_embedding)
+    scores = get_scores(rows, source)
+    return Points(
+        tuple(str(row["run"]) for row in rows), **values, non_embedding=non_embedding, scores=scores
+    )
+
+
+def get_scores(rows: list[dict[str, float | str]], source: str) -> dict[str, Array]:
+    """Return the scores that all rows have. Raises ConfigError naming the run of one that is not finite."""
+    names = [name for name in (rows[0] if rows else ()) if name.startswith(SCORE)]
+    scores: dict[str, Array] = {}
+    for name in names:
+        if not all(name in row for row in rows):
+            continue
+        scores[name] = np.array([float(row[name]) for row in rows])
+        for row in rows:
+            if not np.isfinite(float(row[name])):
+                raise ConfigError(
+                    f"{source}: {row['run']} has {name} {row[name]}; leave the run out, or the column"
+                )
+    return scores
 
 
 def read_points(path: Path) -> Points:
@@ -88,6 +112,7 @@ def read_points(path: Path) -> Points:
         raise ConfigError(f"{path}: no column {', '.join(sorted(missing))}; a table of points has "
                           f"{', '.join(COLUMNS)}")
     numeric = [*COLUMNS[1:], *([NON_EMBEDDING] if NON_EMBEDDING in names else [])]
+    numeric += sorted(name for name in names if name.startswith(SCORE))
     checked: list[dict[str, float | str]] = []
     for number, row in enumerate(rows, 2):
         try:
@@ -99,13 +124,14 @@ def read_points(path: Path) -> Points:
 
 def write_points(points: Points, path: Path) -> None:
     """Write a file for read_points."""
+    columns = [points.runs, points.parameters, points.tokens, points.flops, points.loss]
+    optional = dict(points.scores)
+    if points.non_embedding is not None:
+        optional = {NON_EMBEDDING: points.non_embedding, **optional}
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS if points.non_embedding is None else (*COLUMNS, NON_EMBEDDING))
-        columns = [points.runs, points.parameters, points.tokens, points.flops, points.loss]
-        if points.non_embedding is not None:
-            columns.append(points.non_embedding)
-        for run, *numbers in zip(*columns):
+        writer.writerow([*COLUMNS, *optional])
+        for run, *numbers in zip(*columns, *optional.values()):
             writer.writerow([run, *(repr(float(number)) for number in numbers)])
 
 

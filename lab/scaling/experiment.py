@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from config import ConfigError
 from durable import restarts
 from durable.programs import Programs
 from lab.scaling.ladder import Ladder, LadderRun, get_runs, train_arguments
+from lab.scaling.scores import is_centered
 from plan.points import NON_EMBEDDING, Array, Points, make_points
 from runtime.lines import is_missing, read_metrics
 
@@ -104,14 +106,26 @@ def final_loss(folder: Path, steps: int) -> float | None:
 
     Raises ConfigError if the validation has no valid targets.
     """
-    _, validations = read_metrics(folder)
-    at_end = [row for row in validations if row["step"] == steps]
-    if not at_end:
+    row = last_validation(folder, steps)
+    if row is None:
         return None
-    if is_missing(at_end[-1], "val_loss"):
+    if is_missing(row, "val_loss"):
         raise ConfigError(f"{folder}: no target of its validation counts, so it has no loss; raise "
                           "eval.batches or train.seq_len in another folder")
-    return math.nan if at_end[-1]["val_loss"] is None else at_end[-1]["val_loss"]
+    return math.nan if row["val_loss"] is None else row["val_loss"]
+
+
+def final_scores(folder: Path, steps: int) -> dict[str, float]:
+    """Return the centered scores of eval.tasks at the end of a run, by the names in metrics.jsonl."""
+    row = last_validation(folder, steps) or {}
+    return {name: value for name, value in row.items() if is_centered(name) and value is not None}
+
+
+def last_validation(folder: Path, steps: int) -> dict[str, Any] | None:
+    """Return the row of the validation after this step, or None if it is not there yet."""
+    _, validations = read_metrics(folder)
+    at_end = [row for row in validations if row["step"] == steps]
+    return at_end[-1] if at_end else None
 
 
 def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = None) -> Points:
@@ -135,6 +149,7 @@ def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = N
             "tokens": run.tokens,
             "flops": run.flops,
             "loss": loss,
+            **final_scores(folder / run.name, run.steps),
         })
     return make_points(rows, str(folder))
 

@@ -1,5 +1,5 @@
 """Figures of a scaling experiment. matplotlib is imported only when one is drawn."""
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import numpy as np
 
 from config.plots import INK, new_figure, save_figure, set_open_frame, set_title, shades
 from lab.scaling.optimum import Optimum, Parabola, envelope
+from lab.scaling.scores import ScoreLaw, sigmoid
 from lab.scaling.sweep import CriticalBatch, SweepCurve
 from lab.scaling.systems import MODES, MeasuredCell, efficiencies
 from plan.laws import Fit
@@ -116,6 +117,18 @@ def draw_fit(points: Points, fit: Fit, path: Path) -> None:
             is_named = len(sizes) <= MAX_SHOWN_NAMES or size in (sizes[0], sizes[-1])
             label = f"{size:,.0f} parameters" if is_named else None
             axes.plot(predicted[own], points.loss[own], "o", color=colour, ms=5, label=label)
+        axes.legend(frameon=False, fontsize=9)
+
+
+def draw_scores(points: Points, laws: Sequence[ScoreLaw], path: Path) -> None:
+    """Plot the scores of tasks over the loss, with their fitted curves."""
+    title = "scores over the loss"
+    with figure(path, title, "validation loss (nats per token)", "centered score") as axes:
+        spread = np.ptp(points.loss)
+        losses = np.linspace(points.loss.min() - 0.3 * spread, points.loss.max() + 0.1 * spread, CURVE_POINTS)
+        for law, colour in zip(laws, shades(len(laws))):
+            axes.plot(losses, sigmoid(law.theta, losses), color=colour, lw=1.2)
+            axes.plot(points.loss, points.scores[law.name], "o", color=colour, ms=5, label=law.name)
         axes.legend(frameon=False, fontsize=9)
 
 

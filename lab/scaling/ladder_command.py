@@ -4,18 +4,27 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from config import ConfigError
 from config.terminal import output_width, wrapped
 from lab.scaling import figures
-from lab.scaling.experiment import final_loss, kept_line, ladder_points, run_ladder, training_curves
+from lab.scaling.experiment import (
+    final_loss,
+    final_scores,
+    kept_line,
+    ladder_points,
+    run_ladder,
+    training_curves,
+)
 from lab.scaling.ladder import (
     Ladder,
+    LadderRun,
     check_ladder,
     describe_ladder,
     get_runs,
@@ -24,7 +33,17 @@ from lab.scaling.ladder import (
     write_ladder,
 )
 from lab.scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
-from lab.scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
+from lab.scaling.report import (
+    LossForecast,
+    ScoreForecast,
+    as_tree,
+    forecast_line,
+    law_lines,
+    optimum_lines,
+    score_line,
+    score_lines,
+)
+from lab.scaling.scores import ScoreLaw, fit_scores, forecast_score
 from lab.scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, get_jobs, parse_settings, say
 from plan.laws import CHINCHILLA, KAPLAN, Fit, Law, fit_law
 from plan.points import Array, Points, check_enough, read_points, write_points
@@ -111,13 +130,18 @@ def fit_command(args: argparse.Namespace) -> int:
     figures.draw_contours(points, fits[0], by_law, out / "contours.png")
     figures.draw_fit(points, fits[0], out / "fit.png")
 
-    tree = as_tree(fits, found.optima, points, found.missing)
+    scores = fit_scores(points, args.bootstraps)
+    if scores:
+        figures.draw_scores(points, scores, out / "scores.png")
+    tree = as_tree(fits, found.optima, points, found.missing, scores)
     (out / "fit.json").write_text(json.dumps(tree, indent=1) + "\n")
     if args.json:
         say(json.dumps(tree))
         return 0
     for fit in fits:
         say("\n".join(law_lines(fit, points)) + "\n")
+    for law in scores:
+        say("\n".join(score_lines(law, points)) + "\n")
     shown = [float(budgets[0]), float(budgets[-1]), 10 * float(budgets[-1])]
     if found.optima:
         say("\n".join(optimum_lines(found.optima, shown, output_width())))
@@ -204,10 +228,10 @@ def next_command(args: argparse.Namespace) -> int:
 
     # the prediction is written before the run
     fit = fit_with_progress(CHINCHILLA, points, args.bootstraps)
+    scores = fit_scores(points, args.bootstraps)
     runs = get_runs(ladder, depth)
     for run in runs:
-        line = forecast_line(forecast(fit, run.name, run.parameters, run.tokens))
-        say("\n".join(wrapped(line, output_width())))
+        say_forecast(forecast(run, fit, scores))
     say_warmups(ladder, [depth])
     if args.predict:
         return 0
@@ -220,21 +244,41 @@ def next_command(args: argparse.Namespace) -> int:
         measured = final_loss(args.folder / run.name, run.steps)
         if measured is not None and math.isnan(measured):  # run_ladder has reported it
             continue
-        told.append(forecast(fit, run.name, run.parameters, run.tokens, measured))
-        say("\n".join(wrapped(forecast_line(told[-1]), output_width())))
-    report = [{**forecast.__dict__, "miss": forecast.miss} for forecast in told]
+        told.append(forecast(run, fit, scores, measured, final_scores(args.folder / run.name, run.steps)))
+        say_forecast(told[-1])
+    report = [{**asdict(forecast), "miss": forecast.miss} for forecast in told]
     (args.folder / f"next-{depth}.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
+def say_forecast(forecast: LossForecast) -> None:
+    for line in (forecast_line(forecast), *map(score_line, forecast.scores)):
+        say("\n".join(wrapped(line, output_width())))
+
+
 def forecast(
-    fit: Fit, name: str, parameters: int, tokens: int, measured: float | None = None
+    run: LadderRun,
+    fit: Fit,
+    laws: Sequence[ScoreLaw],
+    measured: float | None = None,
+    measured_scores: Mapping[str, float] = MappingProxyType({}),
 ) -> LossForecast:
+    """Return what the laws say of a run. Scores that do not follow the loss are left out."""
+    scores = [
+        ScoreForecast(
+            law.name,
+            *forecast_score(law, fit, run.parameters, run.tokens),
+            measured_scores.get(law.name),
+        )
+        for law in laws
+        if law.follows_loss
+    ]
     return LossForecast(
-        name,
-        parameters,
-        tokens,
-        fit.loss(parameters, tokens),
-        fit.loss_interval(parameters, tokens),
-        measured,
+        run.name,
+        run.parameters,
+        run.tokens,
+        loss=fit.loss(run.parameters, run.tokens),
+        interval=fit.loss_interval(run.parameters, run.tokens),
+        measured=measured,
+        scores=tuple(scores),
     )

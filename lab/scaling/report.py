@@ -1,17 +1,27 @@
 """The results of a fit, as text and as JSON."""
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lab.scaling.optimum import Optimum
+from lab.scaling.scores import NUMBERS, ScoreLaw, sigmoid
 from plan.laws import Fit, huber_sum
 from plan.points import NON_EMBEDDING, Points
 
 LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval
 BUDGET_WIDTH = 2 + 30  # columns of a budget
 UNDETERMINED = 10.0  # ratio of an interval's ends beyond which a number is undetermined
+
+
+@dataclass(frozen=True)
+class ScoreForecast:
+    """A score's prediction for a run. measured: the score, once it has run and has been given the task."""
+    name: str
+    score: float
+    interval: tuple[float, float]
+    measured: float | None = None
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,7 @@ class LossForecast:
     loss: float
     interval: tuple[float, float]
     measured: float | None = None
+    scores: tuple[ScoreForecast, ...] = ()
 
     @property
     def miss(self) -> float | None:
@@ -46,6 +57,24 @@ def law_lines(fit: Fit, points: Points) -> list[str]:
     error = np.abs(predicted / points.loss - 1)
     lines.append(f"  error of a run: median {np.median(error):.2%}, largest {error.max():.2%}; "
                  f"sum of Huber losses {float(huber_sum(fit.law, fit.theta, points)):.3g}")
+    return lines
+
+
+def score_lines(law: ScoreLaw, points: Points) -> list[str]:
+    """Return the numbers of a score's law with their intervals, and its residuals."""
+    intervals = law.intervals()
+    told = [
+        f"{name} {value:.4g} (95 %: {intervals[name][0]:.4g} to {intervals[name][1]:.4g})"
+        for name, value in zip(NUMBERS, law.theta)
+    ]
+    error = np.abs(sigmoid(law.theta, points.loss) - points.scores[law.name])
+    lines = [
+        f"{law.name} = 1 / (1 + exp(steepness (loss - middle)))",
+        f"  {', '.join(told)}",
+        f"  error of a run: median {np.median(error):.3f}, largest {error.max():.3f}",
+    ]
+    if not law.follows_loss:
+        lines.append("  these points do not show that it follows the loss")
     return lines
 
 
@@ -84,8 +113,20 @@ def forecast_line(forecast: LossForecast) -> str:
     return line
 
 
+def score_line(forecast: ScoreForecast) -> str:
+    low, high = forecast.interval
+    line = f"  {forecast.name}: predicted {forecast.score:.3f} (95 %: {low:.3f} to {high:.3f})"
+    if forecast.measured is not None:
+        line += f", measured {forecast.measured:.3f}, missed by {forecast.measured - forecast.score:+.3f}"
+    return line
+
+
 def as_tree(
-    fits: list[Fit], optima: list[Optimum], points: Points, missing: Mapping[str, str]
+    fits: list[Fit],
+    optima: list[Optimum],
+    points: Points,
+    missing: Mapping[str, str],
+    scores: Sequence[ScoreLaw] = (),
 ) -> dict[str, Any]:
     """Return the results as a JSON tree. `missing` is {approach: why it failed}."""
     laws = {}
@@ -107,7 +148,16 @@ def as_tree(
         }
         for optimum in optima
     }
-    return {"laws": laws, "optima": best, "missing": dict(missing)}
+    of_scores = {
+        law.name: {
+            "numbers": dict(zip(NUMBERS, law.theta.tolist())),
+            "intervals": law.intervals(),
+            "noise": law.noise,
+            "follows_loss": law.follows_loss,
+        }
+        for law in scores
+    }
+    return {"laws": laws, "optima": best, "scores": of_scores, "missing": dict(missing)}
 
 
 def finite_or_none(value: float) -> float | None:

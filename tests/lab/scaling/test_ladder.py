@@ -17,7 +17,7 @@ from config.reading.schedules import plan_pipeline
 from durable.programs import Programs
 from lab.scaling import ladder_command
 from lab.scaling.command import main
-from lab.scaling.experiment import run_all
+from lab.scaling.experiment import ladder_points, run_all
 from lab.scaling.ladder import (
     Ladder,
     check_ladder,
@@ -33,6 +33,7 @@ from optim.lr import learning_rate
 from plan.count import flops_per_token, parameters
 from runtime.lines import read_metrics
 
+ROOT = Path(__file__).parents[3]
 PUBLISHED = Path(__file__).parent / "data" / "chinchilla_figure_4.csv"
 SETTINGS = (
     ("data.tokenizer", "bytes"),
@@ -253,6 +254,7 @@ def test_one_size_trains_and_branches(tmp_path, capsys):
     """The command as an array job calls it: the trunk, then the branches from its checkpoints."""
     argv = ["ladder", "--out", str(tmp_path), "--depths", "1,2,3", "--rung", "0"]
     argv += ["--flops", "5e9", "--budgets", "2"]
+    argv += ["--eval.tasks", str(ROOT / "configs" / "tasks" / "python.jsonl")]
     for key, value in SETTINGS:
         argv += [f"--{key}", value]
     assert main(argv) == 0
@@ -274,6 +276,12 @@ def test_one_size_trains_and_branches(tmp_path, capsys):
     assert main(argv) == 0
     assert (tmp_path / branch.name / "metrics.jsonl").stat().st_mtime_ns == before
     assert "d1-b1: validation loss" in capsys.readouterr().out
+
+    # scores of the task at the end are part of a point, for a law of its own
+    points = ladder_points(ladder, tmp_path, [1])
+    last = json.loads((tmp_path / branch.name / "metrics.jsonl").read_text().splitlines()[-1])
+    assert points.scores.keys() == {"tasks/python/centered"}
+    assert points.scores["tasks/python/centered"][1] == last["tasks/python/centered"]
 
     # the other sizes are missing
     with pytest.raises(ConfigError, match="d2-b2: not done"):
