@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a run without eval.tasks loads none of this
 
 
 def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
-    """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
+    """Read the microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
     results: list[Microbatch] = []
     for index in range(batches):
         for batch in valid_data.microbatches(index):
@@ -80,7 +80,7 @@ def sample_prompt(cfg: Config, valid_data: BatchLoader) -> SamplePrompt:
 
 
 def open_tasks(cfg: Config) -> "list[ScoredTask]":
-    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
+    """Read the tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
     if cfg.eval.tasks is None:
         return []
     from data.task_files import read_tasks
