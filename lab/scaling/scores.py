@@ -28,22 +28,19 @@ CENTERED = (f"{SCORE}core", "/centered")  # beginning or end of a name whose sco
 class ScoreLaw:
     """A fitted sigmoid. theta: steepness, middle; draws [bootstraps, 2]: fits to resampled runs.
 
-    noise: standard deviation of a run's score around it.
+    noise: standard deviation of a run's score around it. follows_loss: in 95 % of the draws, the score rises by
+    more than that from the highest loss of the runs to the lowest. Guesses do not, and have no middle either.
     """
     name: str
     theta: Array
     draws: Array
     noise: float
+    follows_loss: bool
 
     def intervals(self) -> dict[str, tuple[float, float]]:
         """Return {name: (low, high)}, which covers 95 % of the draws."""
         low, high = np.percentile(self.draws, INTERVAL, axis=0)
         return {name: (float(low[n]), float(high[n])) for n, name in enumerate(NUMBERS)}
-
-    @property
-    def follows_loss(self) -> bool:
-        """Whether a lower loss is a higher score in 95 % of the draws."""
-        return self.intervals()["steepness"][0] > 0
 
 
 def is_centered(name: str) -> bool:
@@ -69,13 +66,15 @@ def fit_scores(points: Points, bootstraps: int) -> list[ScoreLaw]:
         ]
         ends = [fit_sigmoid(start, points.loss, scores) for start in starts]
         theta = min(ends, key=lambda end: float(((sigmoid(end, points.loss) - scores) ** 2).sum()))
-        draws = [
+        draws = np.array([
             fit_sigmoid(theta, points.loss[rows], scores[rows])
             for rows in resamples(len(points), bootstraps)
-        ]
+        ])
         squares = float(((sigmoid(theta, points.loss) - scores) ** 2).sum())
-        noise = np.sqrt(squares / max(1, len(points) - len(theta)))
-        laws.append(ScoreLaw(name, theta, np.array(draws), float(noise)))
+        noise = float(np.sqrt(squares / max(1, len(points) - len(theta))))
+        ends = sigmoid(draws, np.array([points.loss.min(), points.loss.max()]))  # [bootstraps, 2]
+        least_rise = np.percentile(ends[:, 0] - ends[:, 1], INTERVAL[0])
+        laws.append(ScoreLaw(name, theta, draws, noise, follows_loss=bool(least_rise > noise)))
     return laws
 
 

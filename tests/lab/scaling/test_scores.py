@@ -8,6 +8,9 @@ from test_laws import by_chinchilla, made_up
 
 from config import ConfigError
 from lab.scaling.command import main
+from lab.scaling.ladder import LadderRun
+from lab.scaling.ladder_command import forecast
+from lab.scaling.report import score_line
 from lab.scaling.scores import fit_scores, forecast_score, is_centered
 from plan.laws import CHINCHILLA, fit_law
 from plan.points import write_points
@@ -66,13 +69,27 @@ def test_scores_of_a_table_are_printed_and_drawn(tmp_path, capsys):
     assert (tmp_path / "scores.png").stat().st_size > 1000
 
 
-def test_scores_of_guessing_are_said_not_to_follow_the_loss(tmp_path, capsys):
+@pytest.mark.parametrize("mean", [0.0, -0.1])
+def test_scores_of_guessing_are_said_not_to_follow_the_loss(tmp_path, capsys, mean):
+    """Those below 0 have their best sigmoid far from all losses."""
     points = made_up(by_chinchilla, noise=0.003)
-    noise = 0.01 * np.random.default_rng(1).standard_normal(len(points))
+    guesses = mean + 0.01 * np.random.default_rng(1).standard_normal(len(points))
     table = tmp_path / "points.csv"
-    write_points(dataclasses.replace(points, scores={"tasks/core": noise}), table)
+    write_points(dataclasses.replace(points, scores={"tasks/core": guesses}), table)
     assert main(["fit", "--points", str(table), "--out", str(tmp_path), "--bootstraps", "20"]) == 0
     assert "these points do not show that it follows the loss" in capsys.readouterr().out
+
+
+def test_a_forecast_is_a_line_below_that_of_the_loss():
+    points = with_scores(made_up(by_chinchilla))
+    fit, laws = fit_law(CHINCHILLA, points, bootstraps=2), fit_scores(points, bootstraps=2)
+    run = LadderRun("d9-b1", 9, 0, 10, int(1e9), 6e17, int(1e8), int(9e7), None, 0, 8)
+    score = score_of(by_chinchilla(1e8, 1e9))
+    (told,) = forecast(run, fit, laws, measured_scores={"tasks/core": score + 0.02}).scores
+    assert score_line(told) == (
+        f"  tasks/core: predicted {score:.3f} (95 %: {score:.3f} to {score:.3f}), "
+        f"measured {score + 0.02:.3f}, missed by +0.020"
+    )
 
 
 def test_a_score_that_is_not_finite_is_named(tmp_path):
