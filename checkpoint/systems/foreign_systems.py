@@ -14,6 +14,9 @@ from checkpoint.systems.system_rules import sealed_zip
 from checkpoint.systems.torchtitan import find_torchtitan, open_torchtitan
 from config import ConfigError, ModelConfig
 
+LENGTH_BYTES = 8  # of a header in safetensors, at the beginning of a file
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, for a seal
+
 
 class ForeignSystem(NamedTuple):
     """A system whose checkpoints can be read.
@@ -30,6 +33,29 @@ class ForeignSystem(NamedTuple):
 
 def seal_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def seal_hf_weights(folder: Path) -> str | None:
+    """Return a sha256 that changes with the weights of a Hugging Face folder; None if it is none.
+
+    Covers config.json, and of each *.safetensors the name, the size, the header and SAMPLES blocks of
+    SAMPLE_BYTES at equal distances, so that a large folder takes no longer than a small one.
+    """
+    if not is_hf_folder(folder):
+        return None
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            length = file.read(LENGTH_BYTES)
+            header = int.from_bytes(length, "little")
+            digest.update(length + file.read(header))
+            first = LENGTH_BYTES + header
+            for place in range(first, size, max(SAMPLE_BYTES, (size - first) // SAMPLES)):
+                file.seek(place)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 SYSTEMS = (  # the first that finds its files wins
