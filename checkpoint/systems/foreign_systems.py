@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint.hf.peft import find_peft
 from checkpoint.systems.dcp import METADATA
 from checkpoint.systems.foreign import ForeignIndex, is_hf_folder, open_hf_folder
 from checkpoint.systems.megatron import find_megatron, open_megatron, seal_megatron
 from checkpoint.systems.nanogpt import find_nanogpt, open_nanogpt
+from checkpoint.systems.peft import open_peft, seal_peft
 from checkpoint.systems.system_rules import sealed_zip
 from checkpoint.systems.torchtitan import find_torchtitan, open_torchtitan
 from config import ConfigError, ModelConfig
@@ -59,6 +61,7 @@ def seal_hf_weights(folder: Path) -> str | None:
 
 
 SYSTEMS = (  # the first that finds its files wins
+    ForeignSystem("PEFT", "adapter_config.json", find_peft, open_peft, seal=seal_peft),
     ForeignSystem(
         "Hugging Face",
         "config.json",
