@@ -38,7 +38,7 @@ def seal_file(path: Path) -> str:
 
 
 def seal_hf_weights(folder: Path) -> str | None:
-    """Return a sha256 that changes with the weights of a Hugging Face folder; None if it is none.
+    """Return a sha256 that changes with the weights of a Hugging Face folder; None for others.
 
     Covers config.json, and of each *.safetensors the name, the size, the header and SAMPLES blocks of
     SAMPLE_BYTES at equal distances, so that a large folder takes no longer than a small one.
