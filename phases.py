@@ -105,9 +105,11 @@ def start_run(
                 if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
             notes = [*other_code(start, env, folder), *notes, *rate_notes(run, start), *left_out]
+            run = describe_start(run, valid_data, env, start, root)
             if start.step < run.phase_end:  # else it only validates
-                notes += with_teacher(run, world)
-            return describe_start(run, valid_data, env, start, root), valid_data, start, notes
+                run, about_teacher = with_teacher(run, world)
+                notes += about_teacher
+            return run, valid_data, start, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
 
@@ -149,10 +151,10 @@ def build_phase(
     return run, valid_data
 
 
-def with_teacher(run: TrainingRun, world: World) -> list[str]:
-    """Give the run its teacher, if it has one (distill.teacher). Collective. Returns header lines."""
+def with_teacher(run: TrainingRun, world: World) -> tuple[TrainingRun, list[str]]:
+    """Give the run its teacher, if it has one (distill.teacher). Collective. Returns (run, header lines)."""
     if run.cfg.distill.teacher is None:
-        return []
+        return run, []
     from checkpoint.teacher import add_teacher
 
     with advised_on_memory(run.cfg, world):
@@ -189,7 +191,7 @@ def build_next_phase(
         state.load_start(run, root, start)
     else:
         state.resume_after(run, root, step)
-    with_teacher(run, services.world)
+    run, _ = with_teacher(run, services.world)
     services.observe("run.built", step, run=run, data=run.data, valid=valid_data)
     services.log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
     if services.env.rank == 0:

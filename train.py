@@ -234,6 +234,7 @@ def run_one_step(session: Session, step: int) -> None:
         data_seconds=data_seconds,
         seconds=time.perf_counter() - started,
         router_stats=run.routers.stats,
+        loss_terms=run.pipeline.loss_terms,
         noise_scale_parts=run.noise_scale.latest if run.noise_scale else None,
         inside=run.inside.latest if run.inside else None,
         comm=clock.collect(),

@@ -3,8 +3,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoint import state
+from checkpoint.disk.folder import StoredIndex
+from checkpoint.origin import FINGERPRINT_DIGITS, TEACHER
 from checkpoint.systems.foreign import ForeignIndex
-from config import Config, Tree, provenance
+from checkpoint.systems.foreign_systems import seal_hf_weights
+from config import Config, ConfigError, Tree, provenance
 from config.reading.kinds import stated_leaves
 from config.tree import plain_data, value_at
 from data.loader import BatchLoader, BlendedDataset
@@ -43,7 +46,8 @@ def describe_start(
     def describe() -> Tree:
         if env.provenance is None:
             return {}
-        inputs = {**weight_inputs(run.cfg, start, root), "data": data_inputs(run, valid_data)}
+        weights = {**weight_inputs(run.cfg, start, root), **teacher_so_far(run.cfg, start)}
+        inputs = {**weights, "data": data_inputs(run, valid_data)}
         return {**env.provenance.record, "step": start.step, "inputs": inputs}
 
     return replace(run, provenance=state.run_on_first_rank(describe, run.mesh.world))
@@ -65,8 +69,49 @@ def weight_inputs(cfg: Config, start: state.StartingPoint, root: Path) -> Tree:
     key = "init_from" if start.weights else "branch" if cfg.checkpoint.branch else "resume"
     if isinstance(index, ForeignIndex):
         return {f"checkpoint.{key}": {"path": str(index.path.absolute()), "config_sha256": index.sealed}}
-    sealed = (index.path / "index.sha256").read_text().split()[0]
-    return {f"checkpoint.{key}": {"path": str(index.path.absolute()), "index_sha256": sealed}}
+    return {f"checkpoint.{key}": own_checkpoint(index.path)}
+
+
+def own_checkpoint(path: Path) -> Tree:
+    """Describe a checkpoint of ours: path, and the hash of its index, which has those of all its files."""
+    sealed = (path / "index.sha256").read_text().split()[0]
+    return {"path": str(path.absolute()), "index_sha256": sealed}
+
+
+def teacher_so_far(cfg: Config, start: state.StartingPoint) -> Tree:
+    """Return {distill.teacher: its files when the checkpoint was saved}; {} unless the run resumes
+    with it."""
+    if start.resumed is None or cfg.distill.teacher is None:
+        return {}
+    meta = start.resumed.meta
+    inputs = (meta.get("provenance") or {}).get("inputs", {})
+    is_same = meta["config"].get("distill", {}).get("teacher") == cfg.distill.teacher
+    return {TEACHER: inputs[TEACHER]} if is_same and TEACHER in inputs else {}
+
+
+def with_teacher_input(run: TrainingRun, index: StoredIndex) -> TrainingRun:
+    """Return the run with the teacher's files in its provenance, if it has one. Reads little of them.
+
+    index: the teacher's checkpoint. Raises ConfigError if the run resumes and these are not the files that
+    taught it so far.
+    """
+    if not run.provenance:
+        return run
+    if isinstance(index, ForeignIndex):
+        found = {"path": str(index.path.absolute()), "weights_sha256": seal_hf_weights(index.path)}
+    else:
+        found = own_checkpoint(index.path)
+    inputs = run.provenance["inputs"]
+    before = inputs.get(TEACHER, found)
+    old, new = (next(value for key, value in one.items() if key != "path") for one in (before, found))
+    if old != new:
+        log = run.cfg.log
+        raise ConfigError(
+            f"{TEACHER}: {found['path']} has fingerprint {new[:FINGERPRINT_DIGITS]}, and the run was taught "
+            f"by {before['path']} with {old[:FINGERPRINT_DIGITS]}; give that teacher, or start a new run: "
+            f"--log.name OTHER --checkpoint.init_from {Path(log.dir) / (log.name or 'RUN')}"
+        )
+    return replace(run, provenance={**run.provenance, "inputs": {**inputs, TEACHER: found}})
 
 
 def data_inputs(run: TrainingRun, valid_data: BatchLoader) -> list[Tree]:

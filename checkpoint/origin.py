@@ -126,9 +126,10 @@ def with_tokenizer(index: ForeignIndex, tok: Tokenizer) -> ForeignIndex:
 
     `tok` is the run's tokenizer. Raises ConfigError naming a file that is damaged.
     """
-    if not is_hf_folder(index.path):
+    folder = index.base or index.path
+    if not is_hf_folder(folder):
         return index
-    files = [index.path / name for name in OWN_FILES if (index.path / name).is_file()]
+    files = [folder / name for name in OWN_FILES if (folder / name).is_file()]
     if not files:
         return index
 

@@ -133,6 +133,7 @@ class LoraConfig:
     scale: Literal["lora", "rslora"] = "lora"  # rslora: by alpha / sqrt(rank) instead (arXiv 2312.03732)
     targets: str = "attn.q,attn.v"  # projections with an adapter, by name within a layer or in checkpoints:
     #   patterns such as attn.*,mlp.* or layers.3.*, separated by commas; *: all that take one
+    dropout: BelowOne = 0.0  # of what adapters read, in training; masks as those of model.dropout
 
 
 # ---- sections ----------------------------------------------------------------------------------------------
@@ -410,9 +411,9 @@ class CheckpointConfig:
     keep_minutes: Positive | None = None  # minutes after which the next checkpoint that is saved becomes
     #   permanent
     resume: str = "auto"  # auto: the newest good checkpoint of this run | none | a checkpoint or run folder
-    init_from: str | None = None  # checkpoint, run, Hugging Face folder or checkpoint of another system
-    #   (docs/checkpoints.md) that gives the initial weights (no optimizer state, step 0), of a model that
-    #   computes the same
+    init_from: str | None = None  # checkpoint, run, Hugging Face folder, adapters of PEFT or checkpoint of
+    #   another system (docs/checkpoints.md) that gives the initial weights (no optimizer state, step 0), of a
+    #   model that computes the same
     init_changes: str | None = None  # KEY[,KEY...]: what may differ from the model of init_from, e.g.
     #   model.layers,model.mixer.window: keys of model.*, data.bos, data.tokenizer (or data.tokenizer=text:
     #   rows go to the tokens of the same text), and weights by name (head.weight, layers.*.attn.q.weight)

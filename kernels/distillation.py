@@ -60,9 +60,11 @@ def linear_distillation(
     start: int = 0,
     cap: float | None = None,
     chunk: int | None = None,
+    terms: Tensor | None = None,
 ) -> Tensor:
     """scale * the summed loss of the counted tokens: a scalar, in fp32 or better.
 
+    terms [2]: gets the summed cross entropy and divergence of the counted tokens added, without scale.
     The other arguments are those of linear_cross_entropy.
     """
     if not chunk:
@@ -72,9 +74,9 @@ def linear_distillation(
 
     def losses_of_rows(logits: Tensor, rows: slice) -> Tensor:
         teacher_logits = torch.mm(teacher.hidden[rows], teacher.weight.t())  # [r, v]
-        losses: list[Tensor] = []
+        blocks: list[Tensor] = []
         for parts in zip(logits.split(block), teacher_logits.split(block), targets[rows].split(block)):
-            losses.append(distillation_block(
+            blocks.append(distillation_block(
                 *parts,
                 scale,
                 mix,
@@ -83,7 +85,11 @@ def linear_distillation(
                 gather=gather,
                 caps=(cap, teacher.cap),
             ))
-        return torch.cat(losses)
+        of_rows = torch.cat(blocks, 1)  # [2, r]
+        if terms is not None:
+            terms.add_(of_rows.sum(1))
+        cross_entropy, divergence = of_rows
+        return (1 - mix.share) * cross_entropy + mix.share * mix.temperature**2 * divergence
 
     return linear_cross_entropy(
         hidden, weight, targets, scale, vocab, start=start, chunk=chunk, losses_of_rows=losses_of_rows)
@@ -101,7 +107,8 @@ def distillation_block(
     gather: Gather,
     caps: tuple[float | None, float | None],
 ) -> Tensor:
-    """Return the loss of each row [r], 0 if it does not count. In plain torch.
+    """Return the cross entropy and the divergence of each row [2, r], 0 if it does not count. In plain
+    torch.
 
     logits [r, v] become their gradient, times scale, 0 if the row does not count. teacher_logits [r, v] may
     be overwritten. caps: of the two models.
@@ -134,7 +141,6 @@ def distillation_block(
     difference = (differences * (teacher_lses - teacher_lse).exp()).sum(0)
     divergence = difference - teacher_lse + soft_lse
     cross_entropy = lse - target_logits.sum(0)
-    losses = (1 - share) * cross_entropy + share * temperature**2 * divergence
 
     # the gradient
     probs = (z - lse[:, None]).exp_()
@@ -146,7 +152,7 @@ def distillation_block(
     if slope is not None:
         grad.mul_(slope)
     logits.copy_(grad)
-    return losses.where(counted, 0.0)
+    return torch.stack((cross_entropy, divergence)).where(counted, 0.0)
 
 
 def real_logits(logits: Tensor, cap: float | None, columns: int) -> Tensor:

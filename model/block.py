@@ -78,10 +78,11 @@ class TransformerBlock(nn.Module):
                 self.mlp_norm = Norm(cfg, f"{key}.mlp_norm") if before else SUM
             self.mlp = mlp(cfg, mesh, layer)
             self.mlp_norm_after = Norm(cfg, f"{key}.mlp_norm_after") if after else None
+        self.adapter_dropout = None  # of what adapters read
         if cfg.model.lora is not None:
             from model.lora import add_adapters
 
-            add_adapters(self, cfg, mesh)
+            self.adapter_dropout = add_adapters(self, cfg, mesh)
         exchange_weight_maxima_together(self, mesh.tp)
         self.rounding = None  # of gradients, in NVFP4
         if rounds_gradients(cfg.train) and layer_in_fp8(cfg, layer):
@@ -105,7 +106,9 @@ class TransformerBlock(nn.Module):
         """Compute the block. Full recompute repeats this in the backward."""
         router_stats = None
         if self.rounding is not None:
-            self.rounding.rng = context.rounding_rng
+            self.rounding.rng = context.token_rng
+        if self.adapter_dropout is not None:
+            self.adapter_dropout.start_pass(context.dropout_rng, context.token_rng)
         if self.mixer is not None:
             h, residual = self.mixer_norm.add_and_norm(x, residual)
             x = self.to_residual(self.mixer(h, context), self.mixer_norm_after, context, self.mixer_site)

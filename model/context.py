@@ -66,7 +66,8 @@ class ForwardContext:
     ring attention on a CPU, which computes its masks chunk by chunk.
     dropout_rng: None in evaluation. cache: None outside of generation. router_inputs: None outside of
     training.
-    rounding_rng: rounds gradients in NVFP4, those of all tokens [b, s/cp]; None without, and in evaluation.
+    token_rng: of all tokens [b, s/cp], for gradients in NVFP4 and what adapters read; None without these, and
+    in evaluation.
     sequence_is_sharded: tokens are this rank's part of sequences that are sharded over cp.
     documents [b, s]: covers the full sequence; None means no document mask.
     document_counts: set if sequences are not sharded and the host knows the counts.
@@ -76,7 +77,7 @@ class ForwardContext:
     masks: Mapping[View, AttentionMask | None]
     growths: Mapping[GrowthConfig, Tensor] = field(default_factory=dict)
     dropout_rng: DropoutRng | None = None
-    rounding_rng: DropoutRng | None = None
+    token_rng: DropoutRng | None = None
     cache: GenerationCache | None = None
     sequence_is_sharded: bool = False
     documents: Tensor | None = None
@@ -119,7 +120,7 @@ def context_needs(model: ModelConfig) -> ContextNeeds:
 
 def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     dropout_rng: DropoutRng | None = None,
-                    rounding_rng: DropoutRng | None = None,
+                    token_rng: DropoutRng | None = None,
                     cache: GenerationCache | None = None,
                     sequence_is_sharded: bool = False,
                     document_counts: DocumentCounts | None = None,
@@ -141,7 +142,7 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         masks,
         growths,
         dropout_rng=dropout_rng,
-        rounding_rng=rounding_rng,
+        token_rng=token_rng,
         cache=cache,
         sequence_is_sharded=sequence_is_sharded,
         documents=documents,

@@ -2,8 +2,9 @@
 
     loss = (1 - w) CE + w T^2 KL(softmax(teacher's logits / T), softmax(logits / T))
 
-w is distill.weight, T distill.temperature; both terms are the mean over the counted tokens. Validation and
-multi-token prediction keep the cross entropy.
+w is distill.weight, T distill.temperature; both terms are the mean over the counted tokens. CE and KL are
+summed and logged beside the loss (Pipeline.loss_terms). Validation and multi-token prediction keep the cross
+entropy.
 
 The teacher is a whole model on each rank that has the output head. There it is laid out as the model is: tp
 ranks share its matrices and its vocabulary, sequences are sharded over cp, experts over ep, and ZeRO-3 shards
@@ -27,16 +28,23 @@ from parallel.wire import comm
 
 class Teacher:
     """The teacher of one output head. stage: the whole model, whose weights are in `buckets`; hooks: theirs.
+    terms [2]: CE and KL of each microbatch are added here.
 
     Not a module: nothing of it is a parameter of the model.
     """
 
     def __init__(
-        self, distill: DistillConfig, stage: PipelineStage, hooks: ZeroHooks, buckets: Sequence[Bucket]
+        self,
+        distill: DistillConfig,
+        stage: PipelineStage,
+        hooks: ZeroHooks,
+        buckets: Sequence[Bucket],
+        terms: Tensor,
     ) -> None:
         self.mix = Mix(distill.weight, distill.temperature)
         self.stage = stage
         self.hooks = hooks
+        self.terms = terms
         for bucket in buckets:
             bucket.num_users = 1  # no backward: a tied table is free after each of its two uses
 
@@ -66,6 +74,7 @@ class Teacher:
             start=head.tp.index * head.weight.shape[0],
             gather=lambda own: comm.all_gather(own[None], head.tp),
             cap=head.logit_cap,
+            terms=self.terms,
         )
         if last >= 0:
             with torch.no_grad():

@@ -17,10 +17,14 @@ Under tensor parallelism an adapter exchanges `rank` features of a token, before
 Whole matrices have a part of their gradient on each tp rank under sequence parallelism, where tp ranks have
 different tokens outside of the region. The latents of MLA have adapters of the first kind that exchange
 nothing: their layers are wholly outside of a region or inside of it.
+
+With model.lora.dropout A reads x with elements dropped, in training. Projections that are one product (q, k,
+v; gate, up) share a mask, as in the reference implementation (loralib's MergedLinear).
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +33,11 @@ from torch import Tensor, nn
 from config import Config, LoraConfig, ModelConfig, comma_separated, kv_heads, layer_models
 from config.rule import Rule
 from kernels.linear import linear
+from kernels.rounding import salt
 from model.attention import AttentionConfig
 from model.describe import all_parameters
 from model.mla import MultiLatentAttention
+from parallel.rng import DropoutRng, dropout
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ADAPTER_ROLES, ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import ColumnLinear, RowLinear, column_shard, partial_over_tp
@@ -43,20 +49,25 @@ A, B = ".lora_a.weight", ".lora_b.weight"  # suffixes of names in checkpoints: l
 ALL = "*"  # of model.lora.targets
 
 
-def add_adapters(block: nn.Module, cfg: Config, mesh: Mesh) -> None:
-    """Give the linear layers of a block that model.lora.targets names their adapters."""
+def add_adapters(block: nn.Module, cfg: Config, mesh: Mesh) -> "InputDropout | None":
+    """Give the linear layers of a block that model.lora.targets names their adapters.
+
+    Returns their dropout, whose generators each pass sets, if there is one.
+    """
     lora, sp = cfg.model.lora, cfg.parallel.sp
     assert lora is not None
+    drop = InputDropout(lora.dropout) if lora.dropout else None
     for layer in list(block.modules()):
         if isinstance(layer, ColumnLinear):
             region = {"region": (mesh.tp, sp), "a_partial_over": partial_over_tp(sp)}
-            layer.adapter = column_adapter(layer.weight, lora, **region)
+            layer.adapter = column_adapter(layer.weight, lora, drop=drop, **region)
         elif isinstance(layer, RowLinear):
             (box,) = layer.weight.spec.boxes
             if is_target(lora, adapter_key(box, "")):
-                layer.adapter = RowAdapter(box, lora, mesh.tp, sp=sp)
+                layer.adapter = RowAdapter(box, lora, mesh.tp, sp=sp, drop=drop)
         elif isinstance(layer, MultiLatentAttention):
-            add_to_latents(layer, lora)
+            add_to_latents(layer, lora, drop)
+    return drop
 
 
 def column_adapter(weight: ShardedParameter, lora: LoraConfig, **region: Any) -> "ColumnAdapter | None":
@@ -65,18 +76,41 @@ def column_adapter(weight: ShardedParameter, lora: LoraConfig, **region: Any) ->
     return ColumnAdapter(weight, chosen, lora, **region) if any(chosen) else None
 
 
-def add_to_latents(attention: MultiLatentAttention, lora: LoraConfig) -> None:
+def add_to_latents(attention: MultiLatentAttention, lora: LoraConfig, drop: "InputDropout | None") -> None:
     """Give the projections to and from the latents their adapters.
 
     Those to the latents see a tp rank's tokens, as their weight does. Those from the latents are inside of a
     region: each tp rank has some of the outputs, and so a part of the gradient of A.
     """
     attention.down_adapter = column_adapter(
-        attention.down, lora, region=None, a_partial_over=attention.down.spec.partial_over)
-    inside = {"region": None, "a_partial_over": ("tp",)}
+        attention.down, lora, region=None, a_partial_over=attention.down.spec.partial_over, drop=drop)
+    inside = {"region": None, "a_partial_over": ("tp",), "drop": drop, "is_inside": True}
     attention.kv_up_adapter = column_adapter(attention.kv_up, lora, **inside)
     if attention.q_rank:
         attention.q_up_adapter = column_adapter(attention.q_up, lora, **inside)
+
+
+class InputDropout:
+    """Dropout of what the adapters of a block read (model.lora.dropout).
+
+    outside, inside: the generators of the pass that the block runs, of a tp rank's tokens outside of a region
+    and of all tokens inside of one; None in evaluation.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.outside: DropoutRng | None = None
+        self.inside: DropoutRng | None = None
+
+    def start_pass(self, outside: DropoutRng | None, inside: DropoutRng | None) -> None:
+        self.outside, self.inside = outside, inside
+
+    def of(self, a: Box, is_inside: bool) -> Callable[[Tensor], Tensor]:
+        """Return the function that drops elements of what the matrix A with this box reads."""
+        return partial(self.drop, site=salt(0, 0, a.key), first=a.start[1], is_inside=is_inside)
+
+    def drop(self, x: Tensor, *, site: int, first: int, is_inside: bool) -> Tensor:
+        return dropout(x, self.rate, self.inside if is_inside else self.outside, site, first)
 
 
 def adapter_key(box: Box, suffix: str) -> str:
@@ -104,8 +138,8 @@ class ColumnAdapter(nn.Module):
     """x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, m/tp], m: the outputs of all projections of the layer.
 
     weight: that of the layer. Those of its projections that are not `chosen` get zeros. The matrices A of the
-    others are one product. region: (tp, sp), entered before B; None for a layer inside of a region.
-    a_partial_over: ParameterSpec.partial_over of A.
+    others are one product. region: (tp, sp), entered before B; None for a layer without one, or inside of one
+    (is_inside). a_partial_over: ParameterSpec.partial_over of A. drop: the dropout of x.
     """
 
     def __init__(
@@ -116,6 +150,8 @@ class ColumnAdapter(nn.Module):
         *,
         region: tuple[Group, bool] | None,
         a_partial_over: tuple[str, ...],
+        drop: InputDropout | None = None,
+        is_inside: bool = False,
     ) -> None:
         super().__init__()
         self.region = region
@@ -124,6 +160,7 @@ class ColumnAdapter(nn.Module):
         adapted = [box for box, is_chosen in zip(weight.spec.boxes, chosen) if is_chosen]
         a = [Box.whole(adapter_key(box, A), (lora.rank, box.shape[1])) for box in adapted]
         self.a = parameter(ParameterSpec(tuple(a), "lora_a", partial_over=a_partial_over))
+        self.drop = None if drop is None else drop.of(a[0], is_inside)
         self.b = nn.ParameterList()  # of each projection that has one
         for box in adapted:
             shape, start, size = (box.shape[0], lora.rank), (box.start[0], 0), (box.size[0], lora.rank)
@@ -133,6 +170,7 @@ class ColumnAdapter(nn.Module):
         self.features = [box.size[0] for box in weight.spec.boxes]
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.drop is None else self.drop(x)
         low = linear(x, self.a) * self.scale  # [b, s, adapters rank] (sp: [b, s/tp, ...])
         if self.region is not None:
             low = enter_region(low, *self.region)  # [b, s, ...]
@@ -150,8 +188,10 @@ class ColumnAdapter(nn.Module):
 class RowAdapter(nn.Module):
     """x [b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]), summed over tp."""
 
-    def __init__(self, box: Box, lora: LoraConfig, tp: Group, *, sp: bool) -> None:
-        """box: of the layer's weight."""
+    def __init__(
+        self, box: Box, lora: LoraConfig, tp: Group, *, sp: bool, drop: InputDropout | None = None
+    ) -> None:
+        """box: of the layer's weight. drop: the dropout of x."""
         super().__init__()
         self.tp, self.sp = tp, sp
         self.scale = adapter_scale(lora)
@@ -159,9 +199,11 @@ class RowAdapter(nn.Module):
         a = column_shard(adapter_key(box, A), (lora.rank, inputs), tp)
         b = Box.whole(adapter_key(box, B), (outputs, lora.rank))
         self.a = parameter(ParameterSpec((a,), "lora_a"))
+        self.drop = None if drop is None else drop.of(a, is_inside=True)
         self.b = parameter(ParameterSpec((b,), "lora_b", partial_over=partial_over_tp(sp)))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x if self.drop is None else self.drop(x)
         low = leave_region(linear(x, self.a), self.tp, self.sp)  # [b, s, rank] (sp: [b, s/tp, rank])
         return linear(low * self.scale, self.b)
 

@@ -37,8 +37,9 @@ class PipelineStage(nn.Module):
         self.first, self.end = first, end
         self.experts = mixture(cfg.model)
         has_jitter = self.experts is not None and self.experts.router.jitter > 0
-        self.rounds_gradients = rounds_gradients(cfg.train)
-        self.draws_numbers = cfg.model.dropout > 0 or has_jitter
+        drops_for_adapters = cfg.model.lora is not None and cfg.model.lora.dropout > 0
+        self.reads_token_rng = rounds_gradients(cfg.train) or drops_for_adapters
+        self.draws_numbers = cfg.model.dropout > 0 or has_jitter or drops_for_adapters
         self.embedding = Embedding(cfg, mesh, ends_are_apart) if first == 0 else None
         if self.embedding is not None:
             table = self.embedding.weight
@@ -93,11 +94,11 @@ class PipelineStage(nn.Module):
     def context_of(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
         """Return the context of a microbatch, with dropout and router losses if gradients are on."""
         cfg = self.cfg
-        rng = rounding_rng = router_inputs = None
+        rng = token_rng = router_inputs = None
         if torch.is_grad_enabled() and self.draws_numbers:
             rng = self.dropout_rng(microbatch)
-        if torch.is_grad_enabled() and self.rounds_gradients:
-            rounding_rng = self.token_rng(microbatch)
+        if torch.is_grad_enabled() and self.reads_token_rng:
+            token_rng = self.token_rng(microbatch)
         if torch.is_grad_enabled() and self.experts is not None:
             router_inputs = make_router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)
         return forward_context(
@@ -106,7 +107,7 @@ class PipelineStage(nn.Module):
             microbatch.documents,
             document_counts=microbatch.document_counts,
             dropout_rng=rng,
-            rounding_rng=rounding_rng,
+            token_rng=token_rng,
             router_inputs=router_inputs,
             sequence_is_sharded=microbatch.sequence_positions is not None,
         )

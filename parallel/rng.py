@@ -32,22 +32,23 @@ class DropoutRng:
     sequence_ids: Tensor
     positions: Tensor
 
-    def keep_mask(self, site: int, width: int, rate: float) -> Tensor:
-        """Return a mask, bool [b, s, width]: False with probability `rate`.
+    def keep_mask(self, site: int, width: int, rate: float, first: int = 0) -> Tensor:
+        """Return a mask, bool [b, s, width], of the channels from `first` on: False with probability `rate`.
 
         site is a distinct number for each place in the model that draws.
         """
         threshold = int(rate * NUM_VALUES)
-        return self.bits(site, width) >= threshold
+        return self.bits(site, width, first) >= threshold
 
     def uniform(self, site: int, width: int, half_width: float, dtype: torch.dtype) -> Tensor:
         """Return [b, s, width], uniform in [1 - half_width, 1 + half_width)."""
         spacing = 2 * half_width / NUM_VALUES
         return 1 - half_width + self.bits(site, width).to(dtype) * spacing
 
-    def bits(self, site: int, width: int) -> Tensor:
-        """Return int64 [b, s, width], uniform in [0, 2^53)."""
-        hashes = self.hashes(site, torch.arange(width, device=self.positions.device))
+    def bits(self, site: int, width: int, first: int = 0) -> Tensor:
+        """Return int64 [b, s, width], uniform in [0, 2^53), of the channels from `first` on."""
+        channels = torch.arange(first, first + width, device=self.positions.device)
+        hashes = self.hashes(site, channels)
         return hashes >> (64 - RANDOM_BITS) & (NUM_VALUES - 1)
 
     def hashes(self, site: int, channels: Tensor) -> Tensor:
@@ -63,12 +64,13 @@ class DropoutRng:
         return hash_bits(of_token[..., None] + channels)  # [b, s, c]
 
 
-def dropout(x: Tensor, rate: float, rng: DropoutRng | None, site: int) -> Tensor:
+def dropout(x: Tensor, rate: float, rng: DropoutRng | None, site: int, first: int = 0) -> Tensor:
     """Zero elements of x [b, s, d] at `rate` and scale the others up.
 
-    Return x itself at rate 0, or without rng (evaluation).
+    first: the channel that x begins with, if a rank has some of the channels. Return x itself at rate 0, or
+    without rng (evaluation).
     """
     if rate == 0.0 or rng is None:
         return x
-    mask = rng.keep_mask(site, x.shape[-1], rate)
+    mask = rng.keep_mask(site, x.shape[-1], rate, first)
     return x * mask * (1 / (1 - rate))

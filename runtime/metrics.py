@@ -56,6 +56,7 @@ DeviceEvent = torch.cuda.Event | torch.mps.Event
 
 GOODPUT_MINUTES = 10  # from here on the closing lines of a first start have its goodput
 ESCAPE_LENGTH = 10  # maximum length of an escaped character
+LOSS_TERMS = ("ce", "kl")  # of a run with distill.teacher, in nats per target (model/distill.py)
 ETA_WINDOW = 64  # the ETA uses the median time of this many steps
 
 
@@ -67,7 +68,7 @@ class PendingStep:
     learning_rate: float
     host_ms: float  # the whole step, by the host's clock
     data_ms: float  # the part of host_ms spent waiting for data
-    scalars: Tensor  # [4 or 6]: loss, norm, verdict, targets, then the two parts of the noise scale
+    scalars: Tensor  # [4 to 8]: loss, norm, verdict, targets; two terms of the loss, two of the noise scale
     start: DeviceEvent | None  # None on a CPU
     end: DeviceEvent | None
     router_stats: Tensor | None  # [mixture layers, experts + 4], see runtime/experts.py
@@ -189,6 +190,7 @@ class MetricsLogger:
         seconds: float,
         data_seconds: float,
         router_stats: Tensor | None = None,
+        loss_terms: Tensor | None = None,
         noise_scale_parts: Tensor | None = None,
         inside: Tensor | None = None,
         comm: clock.StepTimes | None = None,
@@ -201,11 +203,13 @@ class MetricsLogger:
         result: scalars [] on any device; they are copied.
         seconds: time of the whole step on the host. data_seconds: the part of it spent waiting for data.
         router_stats: RouterStates.stats (model/router_states.py), not copied.
+        loss_terms: [2], cross entropy and divergence, summed over the targets; with distill.teacher.
         noise_scale_parts: [2], the two parts of the noise scale (optim/noise.py).
         inside: statistics of layers (model/inside.py), not copied.
         comm: times of this rank's collectives (parallel/wire/clock.py), read together with the scalars.
         """
-        parts = [*result, *(() if noise_scale_parts is None else noise_scale_parts)]
+        more = [values for values in (loss_terms, noise_scale_parts) if values is not None]
+        parts = [*result, *(part for values in more for part in values)]
         dtype = torch.float32 if self.env.device.type == "mps" else torch.float64  # MPS has no fp64
         scalars = torch.stack([part.detach().to(dtype) for part in parts])  # a copy, not a reference
         end = self.record_event()
@@ -324,8 +328,13 @@ class MetricsLogger:
 
     def make_row(self, pending: PendingStep, scalars: list[float], memory_gib: float) -> dict[str, Any]:
         """Return the metrics.jsonl row of one step, with its fields in order."""
-        loss, grad_norm, is_good, num_targets, *noise_scale_parts = scalars
+        loss, grad_norm, is_good, num_targets, *more = scalars
         has_targets = num_targets > 0
+        terms: dict[str, float | None] = {}
+        if self.cfg.distill.teacher is not None:
+            means = [total / num_targets if has_targets else None for total in more[:len(LOSS_TERMS)]]
+            terms = dict(zip(LOSS_TERMS, means))
+            more = more[len(LOSS_TERMS):]
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
         step = pending.step
         step_ms = pending.step_ms()
@@ -338,6 +347,7 @@ class MetricsLogger:
         row: dict[str, Any] = {
             "step": step,
             "loss": loss if has_targets else None,  # otherwise a mean over nothing
+            **terms,
             "grad_norm": grad_norm if has_targets else None,
             "lr": pending.learning_rate,
             "tokens": phase.tokens_seen(step),
@@ -360,7 +370,7 @@ class MetricsLogger:
         if len(self.phases.all) > 1:
             row["phase"] = phase.number
         if self.smoothed_noise:
-            row |= self.smoothed_noise.update(noise_scale_parts, bool(is_good))
+            row |= self.smoothed_noise.update(more, bool(is_good))
         if self.experts and pending.router_stats is not None:
             stats = pending.router_stats.cpu().numpy()
             row |= router_metrics(stats, mixture(self.cfg.model))

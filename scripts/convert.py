@@ -473,11 +473,12 @@ def to_peft(index: store.StoredIndex, folder: Path, dtype: str, *, weights: str,
     if model.lora is None:
         raise ConfigError(f"--adapter: {index.path} has no adapters (model.lora); leave it out")
     from checkpoint.hf.lora import write_peft_folder
+    from checkpoint.hf.peft import base_of
 
     family = hf_config.family_of(replace(model, lora=None))
     with new_folder(folder) as temp:
         count = write_peft_folder(temp, index, family, dtype=DTYPES[dtype], weights=weights)
-    base = state.build_config(index.meta).checkpoint.init_from or "BASE"
+    base = base_of(state.build_config(index.meta).checkpoint.init_from) or "BASE"
     report = export_report(merged(index, weights)[0], folder, num_tensors=count, logits=None, notes=notes)
     whole = f'AutoModelForCausalLM.from_pretrained("{base}")'
     return {**report, "next": f'PeftModel.from_pretrained({whole}, "{folder}")'}

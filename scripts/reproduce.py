@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from checkpoint.systems.foreign_systems import compute_seal
+from checkpoint.systems.foreign_systems import compute_seal, seal_hf_weights
 from config import CheckpointConfig, ConfigError, Tree, code_hash, provenance
 from config.command_line import CommandParser
 from config.exit_codes import FINISHED, STOPPED_EARLY
@@ -146,9 +146,9 @@ def check_inputs(records: list[Tree]) -> list[str]:
     for key, weights in records[0]["inputs"].items():
         if key == "data":
             continue
-        is_foreign = "config_sha256" in weights  # from another system
-        now = (compute_seal if is_foreign else run_seal)(Path(weights["path"]))
-        if now is None or now != weights["config_sha256" if is_foreign else "index_sha256"]:
+        kind = next(name for name in SEALS if name in weights)
+        now = SEALS[kind](Path(weights["path"]))
+        if now is None or now != weights[kind]:
             what = "is gone" if now is None else "is another checkpoint now"
             raise ConfigError(f"{key}: {weights['path']} {what}; restore the one with which the run began")
     return notes
@@ -158,6 +158,13 @@ def run_seal(path: Path) -> str | None:
     """Return the sha256 of a checkpoint's index, None if it is gone."""
     sealed = path / "index.sha256"
     return sealed.read_text().split()[0] if sealed.is_file() else None
+
+
+SEALS = {  # {what a record has of weights: what it is today, or None if they are gone}
+    "index_sha256": run_seal,
+    "config_sha256": compute_seal,  # from another system
+    "weights_sha256": seal_hf_weights,  # of a teacher
+}
 
 
 def check_data(path: str, item: Tree) -> None:

@@ -13,13 +13,14 @@ from ranks import corpus
 
 pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from checkpoint.trained import load_run  # noqa: E402
 from config import ConfigError  # noqa: E402
 from config.reading import resolve, split_argv  # noqa: E402
 from model.context import GenerationCache  # noqa: E402
+from parallel.rng import DropoutRng  # noqa: E402
 from parallel.sharding.views import get_boxes  # noqa: E402
 from parallel.wire.world import World  # noqa: E402
 from scripts import convert, generate  # noqa: E402
@@ -89,8 +90,8 @@ def train_ours(home, name, *more, last=None):
     return seen
 
 
-def train_theirs(model, batches, params):
-    """(losses, norms) of the steps by torch.optim.AdamW over these parameters alone."""
+def train_theirs(model, batches, params, before=lambda step: None):
+    """(losses, norms) of the steps by torch.optim.AdamW over these parameters alone. before: called first."""
     for p in model.parameters():
         p.requires_grad_(any(p is one for one in params))
     groups = [
@@ -102,6 +103,7 @@ def train_theirs(model, batches, params):
     for step in sorted(batches):
         tokens = torch.cat([batch.tokens for batch in batches[step]])
         targets = torch.cat([batch.targets for batch in batches[step]])
+        before(step)
         with InFp64():
             logits = model(tokens).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -240,15 +242,16 @@ TOKENS = torch.arange(40)[None]
 
 
 class LowRank(torch.nn.Module):
-    """y = W x + s B A x"""
+    """y = W x + s B A x. kept: the factor of x before A, if it has dropout."""
 
     def __init__(self, linear, a, b, scale):
         super().__init__()
-        self.linear, self.scale = linear, scale
+        self.linear, self.scale, self.kept = linear, scale, None
         self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
 
     def forward(self, x):
-        return self.linear(x) + self.scale * ((x @ self.a.T) @ self.b.T)
+        read = x if self.kept is None else x * self.kept
+        return self.linear(x) + self.scale * ((read @ self.a.T) @ self.b.T)
 
     def merged(self):
         return self.linear.weight + self.scale * self.b @ self.a
@@ -294,14 +297,81 @@ def test_adapters_train_as_low_rank_branches_by_hand(home, words, targets, scale
     torch.testing.assert_close(merged(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
+ONE_MASK = (("attn.q", "attn.k", "attn.v"), ("attn.o",), ("mlp.gate", "mlp.up"), ("mlp.down",))  # of a layer
+
+
+def test_adapters_read_what_dropout_leaves_in_training_alone(home, monkeypatch):
+    """Beside branches by hand that get the masks of the run; all else reads whole inputs."""
+    rate, drawn = 0.25, {}
+    keep_mask = DropoutRng.keep_mask
+
+    def watched(rng, site, *args):
+        mask = keep_mask(rng, site, *args)
+        drawn.setdefault(rng.step, {}).setdefault(site, []).append(mask)
+        return mask
+
+    monkeypatch.setattr(DropoutRng, "keep_mask", watched)
+    ours = train_ours(home, "dropped", *WORDS_OF_ALL, "--model.lora.dropout", str(rate))
+    of_sites = [masks for step in drawn.values() for masks in step.values()]
+    assert [len(masks) for masks in of_sites] == [2] * STEPS * 2 * len(ONE_MASK)
+    kept = torch.cat([mask.flatten() for masks in of_sites for mask in masks]).double().mean()
+    assert kept == pytest.approx(1 - rate, abs=0.01)
+
+    _, targets, scale, _ = LORA["all"]
+    model = load_theirs(home / "hf")
+
+    def first(layer, target, which):
+        return ours.first[f"layers.{layer}.{target}.lora_{which}.weight"].clone()
+
+    branches = add_branches(model, targets, scale, first)
+
+    def drop(step):
+        places = [(layer, names) for layer in range(2) for names in ONE_MASK]
+        for (layer, names), masks in zip(places, list(drawn.values())[step - 1].values()):
+            for name in names:
+                branches[layer, name].kept = torch.cat(masks).double() / (1 - rate)
+
+    left = [p for branch in branches.values() for p in (branch.a, branch.b)]
+    same_values(ours, train_theirs(model, ours.batches, left, before=drop))
+
+
+def values_of(world, argv, folder):
+    """The loss and the gradient norm of each step of a run, on one of its ranks."""
+    seen = []
+
+    def watch(point, step=None, **what):
+        if point == "step.end":
+            seen.extend((float(what["loss"]), float(what["norm"])))
+
+    assert trained(world, resolve(*split_argv(argv)), folder, watch) == 0
+    return seen
+
+
+@pytest.mark.parametrize("model, layout", [
+    ("llama3-tiny --model.layers 2", "tp 2, sp true, recompute full"),
+    pytest.param("llama3-tiny --model.layers 2", "tp 2, pp 2", marks=pytest.mark.slow),
+    pytest.param("llama3-tiny --model.layers 2", "cp 2, zero 3", marks=pytest.mark.slow),
+    pytest.param("deepseek-v3-tiny --model.mtp.modules 1", "tp 2, sp true, ep 2", marks=pytest.mark.slow),
+    pytest.param("deepseek-v3-tiny --model.mtp.modules 1", "tp 2, cp 2, sp false", marks=pytest.mark.slow),
+])
+def test_layouts_drop_the_same(home, ranks, model, layout):
+    name = f"{model.split()[0]}-{layout.replace(' ', '').replace(',', '-')}"
+    words = [f"--parallel.{word.replace(' ', '=')}" for word in layout.split(", ")]
+    argv = [*model.split(), *RUN, *WORDS_OF_ALL, "--model.lora.dropout", "0.3", "--train.micro_batch", "1",
+            "--data.path", str(home / "text"), "--log.dir", str(home / "runs"), "--log.name"]
+    alone = values_of(World(), [*argv, f"alone-{name}"], str(home / "runs" / f"alone-{name}"))
+    for seen in ranks(4).run(values_of, [*argv, name, *words], str(home / "runs" / name)):
+        assert seen == pytest.approx(alone, rel=1e-9)
+
+
 def test_an_exported_adapter_has_pefts_names_and_the_logits_of_the_run(home):
     _, targets, scale, _ = LORA["all"]
-    train_ours(home, "peft", *WORDS_OF_ALL)
+    train_ours(home, "peft", *WORDS_OF_ALL, "--model.lora.dropout", "0.1")
     run, folder = str(home / "runs" / "peft"), home / "peft"
     assert convert.main(["to-hf", run, str(folder), "--adapter"]) == 0
     said = json.loads((folder / "adapter_config.json").read_text())
     assert (said["peft_type"], said["r"], said["lora_alpha"], said["use_rslora"]) == ("LORA", 3, 5.0, True)
-    assert said["base_model_name_or_path"] == str(home / "hf")
+    assert said["base_model_name_or_path"] == str(home / "hf") and said["lora_dropout"] == 0.1
     assert set(said["target_modules"]) == {theirs.split(".")[1] for theirs in THEIR_NAMES.values()}
 
     tensors = load_file(folder / "adapter_model.safetensors")
@@ -318,6 +388,118 @@ def test_an_exported_adapter_has_pefts_names_and_the_logits_of_the_run(home):
     logits = load_run(run, torch.device("cpu")).stage.logits(TOKENS, TOKENS)
     torch.testing.assert_close(theirs, logits, rtol=1e-5, atol=1e-6)
     assert generate.main([run, "--prompt", "ab", "--max-new-tokens", "3"]) == 0
+
+
+WHOLE = {  # what PEFT writes beside the keys of peft_settings
+    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None,
+    "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
+    "init_lora_weights": True, "layer_replication": None, "layers_pattern": None, "layers_to_transform": None,
+    "loftq_config": {}, "lora_bias": False, "megatron_config": None, "megatron_core": "megatron.core",
+    "peft_version": "0.18.0", "qalora_group_size": 16, "rank_pattern": {}, "revision": None,
+    "target_parameters": None, "trainable_token_indices": None, "use_dora": False, "use_qalora": False,
+}
+
+
+def write_peft(home, name, targets, *, base=None, dtype=torch.float64, drop=(), more=None, **settings):
+    """A folder as PEFT writes it, with random matrices of rank 3 -> {(layer, our name, "a" or "b"): matrix}.
+
+    drop: names of tensors that it lacks. more: {name: tensor} that it has besides. settings: other values.
+    """
+    folder = home / name
+    folder.mkdir()
+    torch.manual_seed(9)
+    model = load_theirs(home / "hf")
+    matrices, tensors = {}, {}
+    for layer in range(2):
+        for target in targets:
+            module = f"model.layers.{layer}.{THEIR_NAMES[target]}"
+            outputs, inputs = model.get_submodule(module).weight.shape
+            for which, shape in (("a", (3, inputs)), ("b", (outputs, 3))):
+                values = 0.1 * torch.randn(shape, dtype=dtype)
+                matrices[layer, target, which] = values
+                tensors[f"base_model.model.{module}.lora_{which.upper()}.weight"] = values
+    tensors = {key: value for key, value in (tensors | (more or {})).items() if key not in drop}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    said = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base or home / "hf"),
+        "r": 3, "lora_alpha": 5, "use_rslora": True, "lora_dropout": 0.0, "bias": "none",
+        "target_modules": [THEIR_NAMES[target].split(".")[1] for target in targets], "modules_to_save": None,
+        "fan_in_fan_out": False, "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(WHOLE | said | settings))
+    return matrices
+
+
+def test_a_run_goes_on_from_a_folder_of_peft(home, ranks):
+    """Beside branches by hand that begin with its matrices."""
+    _, targets, scale, _ = LORA["all"]
+    matrices = write_peft(home, "theirs", targets)
+    ours = train_ours(home, "from-peft", *WORDS_OF_ALL, "--checkpoint.init_from", str(home / "theirs"))
+    model = load_theirs(home / "hf")
+    branches = add_branches(model, targets, scale, lambda *place: matrices[place].clone())
+    left = [p for branch in branches.values() for p in (branch.a, branch.b)]
+    same_values(ours, train_theirs(model, ours.batches, left))
+    assert ours.loss[-1] < ours.loss[0]
+    argv = [*WORDS, *WORDS_OF_ALL, "--checkpoint.init_from", str(home / "theirs"), "--parallel.tp", "2",
+            "--data.path", str(home / "text"), "--log.dir", str(home / "runs"), "--log.name", "peft-tp2"]
+    for seen in ranks(2).run(values_of, argv, str(home / "runs" / "peft-tp2")):
+        assert seen[::2] == pytest.approx(ours.loss, rel=1e-9)
+        assert seen[1::2] == pytest.approx(ours.norm, rel=1e-9)
+
+
+def test_an_exported_adapter_is_read_bit_for_bit(home):
+    """From a folder that we write, too, and beside the weights of its base."""
+    words = ("--model.lora.rank", "3", "--model.lora.targets", "layers.1.attn.q,mlp.up")
+    first = train_ours(home, "round", *words, "--train.dtype", "fp32")
+    folder = home / "round-peft"
+    assert convert.main(["to-hf", str(home / "runs" / "round"), str(folder), "--adapter"]) == 0
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert len(tensors) == 6 and all(value.any() for value in tensors.values())
+    again = train_ours(home, "again", *words, "--train.dtype", "fp32", "--checkpoint.init_from", str(folder))
+    for layer, name in ((1, "attn.q"), (0, "mlp.up"), (1, "mlp.up")):
+        for which in "ab":
+            stored = tensors.pop(
+                f"base_model.model.model.layers.{layer}.{THEIR_NAMES[name]}.lora_{which.upper()}.weight")
+            assert torch.equal(again.first[f"layers.{layer}.{name}.lora_{which}.weight"], stored)
+    assert not tensors
+    second = home / "again-peft"  # of the same base
+    assert convert.main(["to-hf", str(home / "runs" / "again"), str(second), "--adapter"]) == 0
+    ours, theirs = (json.loads((each / "adapter_config.json").read_text()) for each in (second, folder))
+    assert ours == theirs and ours["base_model_name_or_path"] == str(home / "hf")
+    for key, value in first.first.items():
+        if "lora" not in key:  # frozen in both
+            assert torch.equal(again.first[key], value), key
+
+
+EXTRA = {"base_model.model.lm_head.lora_A.weight": torch.ones(3, 32)}
+MODULE = "base_model.model.model.layers.1.self_attn.q_proj"
+WRONG_ADAPTERS = {  # {id: (targets, what is wrong in the folder, words of the run, why)}
+    "dora": ("q", {"use_dora": True}, (), "adapter_config.json: use_dora is True, and only False is read"),
+    "saved": ("q", {"modules_to_save": ["lm_head"]}, (), "modules_to_save is ..lm_head.., and only"),
+    "bias": ("q", {"bias": "all"}, (), "bias is 'all', and only 'none' is read"),
+    "pissa": ("q", {"init_lora_weights": "pissa"}, (), "init_lora_weights is 'pissa', and only"),
+    "no base": ("q", {"base": "nowhere"}, (), "path is 'nowhere', and no Hugging Face folder is there"),
+    "rank": ("q", {"r": 0}, (), "adapter_config.json: r is 0, and should be a positive number"),
+    "another rank": ("q", {}, ("--model.lora.rank", "4"), "model.lora.rank 3 there and 4 here"),
+    "head": ("q", {"more": EXTRA}, (), "lm_head takes no adapter here; in the base .* these do: down_proj, "),
+    "shape": ("q", {"r": 2}, (), r"lora_A.weight is torch.float64 \[3, 32\]; with r 2 .* of \[2, 32\]"),
+    "half": ("q", {"drop": (f"{MODULE}.lora_B.weight",)}, (), "has .*lora_A.weight without its lora_B"),
+    "other": ("q", {"more": {"x": torch.ones(1)}}, (), "safetensors: x is not a matrix lora_A or lora_B"),
+    "targets": ("q", {}, ("--model.lora.targets", "attn.v"), "lora.targets attn.q there and attn.v here"),
+    "none": ("q", {}, ("--model.lora", "none"), "set --model.lora.rank 3 .* --model.lora.targets attn.q$"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ADAPTERS)
+def test_a_folder_of_peft_that_does_not_fit_is_refused_in_one_line(home, case):
+    target, wrong, words, why = WRONG_ADAPTERS[case]
+    write_peft(home, f"wrong-{case}", [f"attn.{target}"], **wrong)
+    fits = ("--model.lora.rank", "3", "--model.lora.alpha", "5", "--model.lora.scale", "rslora",
+            "--model.lora.targets", "attn.q")
+    folder = ("--checkpoint.init_from", str(home / f"wrong-{case}"))
+    with pytest.raises(ConfigError, match=why) as error:
+        train_ours(home, "refused", *(fits if words[1:] != ("none",) else ()), *words, *folder)
+    assert "\n" not in str(error.value)
 
 
 def test_the_latents_of_attention_take_adapters(home):
@@ -342,7 +524,7 @@ def test_the_latents_of_attention_take_adapters(home):
 
 
 def test_a_run_with_adapters_resumes_bit_for_bit(home):
-    words, *_ = LORA["default"]
+    words = (*LORA["default"][0], "--model.lora.dropout", "0.2")
     whole = train_ours(home, "lora-whole", *words)
     half = ("--checkpoint.every", "2", *words)
     with pytest.raises(Enough):

@@ -23,6 +23,7 @@ from checkpoint.trained import load_run  # noqa: E402
 from config import ConfigError  # noqa: E402
 from config.reading import resolve, split_argv  # noqa: E402
 from parallel.wire.world import World  # noqa: E402
+from runtime.lines import read_metrics  # noqa: E402
 
 STEPS, LR, CLIP = 4, 0.02, 0.5
 MODEL = (
@@ -99,10 +100,10 @@ def logits_of_llama(folder):
 
 
 def train_theirs(home, batches, teacher_logits, share, temperature):
-    """(losses, norms) of the steps by torch.optim.AdamW."""
+    """(losses, norms) of the steps by torch.optim.AdamW, and their (cross entropy, divergence)."""
     model = load_theirs(home / "student")
     optim = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    losses, norms, uncounted = [], [], 0
+    losses, norms, terms, uncounted = [], [], [], 0
     for step in sorted(batches):
         tokens = torch.cat([batch.tokens for batch in batches[step]])
         targets = torch.cat([batch.targets for batch in batches[step]])
@@ -120,8 +121,21 @@ def train_theirs(home, batches, teacher_logits, share, temperature):
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optim.step()
         losses.append(loss.item())
+        terms.append((of_targets.item(), divergence.item()))
     assert uncounted > 0
-    return losses, norms
+    return (losses, norms), terms
+
+
+def logged_terms(home, name):
+    """The cross entropy and the divergence of each step in metrics.jsonl."""
+    steps, _ = read_metrics(home / "runs" / name)
+    return [(row["ce"], row["kl"]) for row in steps]
+
+
+def same_terms(got, want):
+    assert len(got) == len(want) == STEPS
+    for ours, theirs in zip(got, want):
+        assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 def teacher_of(run):
@@ -133,7 +147,9 @@ def test_steps_are_those_of_the_formula_beside_transformers(home, share, tempera
     mix = ("--distill.weight", str(share), "--distill.temperature", str(temperature))
     ours = train_ours(home, f"hf-{share}", "--distill.teacher", str(home / "teacher"), *mix)
     logits = logits_of_llama(home / "teacher")
-    same_values(ours, train_theirs(home, ours.batches, logits, share, temperature))
+    steps, terms = train_theirs(home, ours.batches, logits, share, temperature)
+    same_values(ours, steps)
+    same_terms(logged_terms(home, f"hf-{share}"), terms)
     assert ours.loss[-1] < ours.loss[0]
 
 
@@ -155,7 +171,9 @@ def test_a_run_of_ours_teaches_with_its_logits(home, name, words):
         with torch.no_grad():
             return stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 
-    same_values(ours, train_theirs(home, ours.batches, logits, SHARE, TEMPERATURE))
+    steps, terms = train_theirs(home, ours.batches, logits, SHARE, TEMPERATURE)
+    same_values(ours, steps)
+    same_terms(logged_terms(home, f"of-{name}"), terms)
 
 
 def test_the_teacher_stays_as_it_is_and_out_of_checkpoints(home):
@@ -179,6 +197,8 @@ def test_the_teacher_stays_as_it_is_and_out_of_checkpoints(home):
     # validation is the cross entropy alone
     assert ours.valid[0] == plain.valid[0] and ours.valid[STEPS] != plain.valid[STEPS]
     assert ours.loss[0] != plain.loss[0]
+    steps, evaluations = read_metrics(home / "runs" / "plain")
+    assert steps and not any({"ce", "kl"} & row.keys() for row in (*steps, *evaluations))
 
 
 def test_a_run_resumes_bit_for_bit(home):
@@ -249,6 +269,7 @@ def test_layouts_train_as_one_process(home, ranks, layout):
     alone = losses_of(World(), [*argv, f"alone-{name}"], str(home / "runs" / f"alone-{name}"))
     for seen in ranks(4).run(losses_of, [*argv, name, *words], str(home / "runs" / name)):
         assert seen == pytest.approx(alone, rel=1e-9)
+    same_terms(logged_terms(home, name), logged_terms(home, f"alone-{name}"))
 
 
 @pytest.mark.parametrize("zero", [1, 3])

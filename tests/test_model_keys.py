@@ -586,6 +586,7 @@ CASES = [
     ),
     Case("lora.alpha", 5.0, VALUES, base={"lora.rank": 2}),
     Case("lora.scale", "rslora", VALUES, base={"lora.rank": 2}),
+    Case("lora.dropout", 0.3, TRAINED, base={"lora.rank": 2}),
     Case("lora.targets", "attn.q", NEW, added(gone=("attn.v.lora_",)), {"lora.rank": 2}),
     Case("mup", {"base": 16}, {*VALUES, "start", "rates"}, mup),
     Case("mup.base", 8, {*VALUES, "start", "rates"}, narrower_base, {"mup.base": 16}),

@@ -15,9 +15,11 @@ import pytest
 import run_folder
 import torch
 from ranks import MODEL, corpus, job, write_documents
+from safetensors.torch import load_file, save_file
 from tokenizer_families import make_tokenizer
 
 import train
+from checkpoint.systems.foreign_systems import seal_hf_weights
 from config import ConfigError, provenance
 from config.provenance import checkout_files
 from config.reading import resolve, split_argv, unused
@@ -229,6 +231,45 @@ def test_a_run_says_where_its_weights_come_from(run, repo, tmp_path, capfd):
     assert f"--checkpoint.init_from {source} " in capfd.readouterr().out
     shutil.rmtree(source)
     assert f"checkpoint.init_from: {source} is gone" in refusal(tmp_path / "tuned")
+
+
+@pytest.mark.parametrize("kind", ["Hugging Face", "run"])
+def test_a_run_names_its_teacher_and_resumes_with_no_other(run, repo, tmp_path, kind):
+    source, folder = tmp_path / "teacher", tmp_path / "hf"
+    assert run("--log.name", "teacher")[0] == 0
+    if kind == "run":
+        folder, path = source, source / "checkpoints/step_00000002"
+        sealed = {"index_sha256": (path / "index.sha256").read_text().split()[0]}
+    else:
+        assert convert.main(["to-hf", str(source), str(folder)]) == 0
+        for file in folder.glob("tokenizer*"):  # bytes in another form than the run's
+            file.unlink()
+        path, sealed = folder, {"weights_sha256": seal_hf_weights(folder)}
+    words = ("--log.name", "taught", "--distill.teacher", str(folder))
+    for steps in ("2", "3"):
+        code, out = run(*words, "--train.steps", steps)
+        assert code == 0, out
+    for record in provenance.read_records(tmp_path / "taught"):
+        assert record["inputs"]["distill.teacher"] == {"path": str(path), **sealed}
+
+    # other weights of the same sizes
+    if kind == "run":
+        assert run("--log.name", "teacher", "--train.steps", "3")[0] == 0
+    else:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.1.mlp.down_proj.weight"].mul_(1.01)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    code, out = run(*words, "--train.steps", "4")
+    assert code == 2
+    (line,) = (line for line in out.splitlines() if line.startswith("error: "))
+    assert line.startswith(f"error: distill.teacher: {folder}") and f"was taught by {path} with" in line
+    (before,) = sealed.values()
+    assert before[:12] in line and f"--checkpoint.init_from {tmp_path}/taught" in line
+    if kind == "run":  # its checkpoint is still there
+        assert run(*words[:-1], str(path), "--train.steps", "4")[0] == 0
+    else:
+        with pytest.raises(ConfigError, match=f"^distill.teacher: {path} is another checkpoint now"):
+            reproduce.check_inputs(provenance.read_records(tmp_path / "taught"))
 
 
 def test_data_that_is_read_with_start_tokens_is_known_by_its_files(run, repo, tmp_path):

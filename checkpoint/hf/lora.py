@@ -1,8 +1,5 @@
-"""Adapters of a run (model/lora.py) in Hugging Face folders: merged into the weights, or as a folder of PEFT.
-
-PEFT's folder has adapter_config.json and adapter_model.safetensors with a pair of matrices for each adapted
-layer, lora_A [rank, n] and lora_B [m, rank], as ours are. It needs the weights beside it, which the adapters
-were trained on.
+"""Adapters of a run (model/lora.py) in Hugging Face folders: merged into the weights, or as a folder of PEFT
+(checkpoint/hf/peft.py). That one needs the weights beside it, which the adapters were trained on.
 """
 import json
 from collections.abc import Callable
@@ -15,16 +12,20 @@ from torch import Tensor
 from checkpoint import state
 from checkpoint.disk import store
 from checkpoint.disk.folder import StoredIndex
-from checkpoint.hf.families.family import PLAIN_ARRANGEMENT
-from checkpoint.hf.families.table import FAMILIES
+from checkpoint.hf.peft import (
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    adapter_config,
+    base_of,
+    module_name,
+    target_modules,
+)
 from checkpoint.hf.tensors import Piece
-from config import ConfigError, LoraConfig, ModelConfig, Tree
+from config import ConfigError, LoraConfig
 from config.parameter_groups import parse_groups
 from model.lora import A, B, adapted_names, adapter_scale
 from parallel.sharding.boxes import Box
-
-PREFIX = "base_model.model."  # of names in PEFT
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def without_adapters(index: StoredIndex) -> StoredIndex:
@@ -98,49 +99,7 @@ def write_peft_folder(
         for suffix, matrix in zip(("lora_A", "lora_B"), pair):
             tensors[f"{PREFIX}{module}.{suffix}.weight"] = matrix.to(dtype).contiguous()
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    source = cfg.checkpoint.init_from
+    source = base_of(cfg.checkpoint.init_from)
     settings = adapter_config(lora, target_modules(modules, model), source)
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return len(tensors)
-
-
-def module_name(key: str, family: str, model: ModelConfig) -> str:
-    """Return the name of the Hugging Face module whose weight is our tensor `key`.
-
-    Raises ConfigError if its weight is not ours alone and as it is.
-    """
-    of_family = FAMILIES[family]
-    name = of_family.hf_name(key, model)
-    names = of_family.names(key, model)
-    is_shared = list(names.values()).count(of_family.template(key, model)) > 1
-    if is_shared or of_family.arrangement(key, model) != PLAIN_ARRANGEMENT:
-        raise ConfigError(
-            f"--adapter: {family} stores {key} in {name}, rearranged or with others, for which PEFT has one "
-            "pair of matrices; leave --adapter out, which merges the adapters into the weights"
-        )
-    return name.removesuffix(".weight")
-
-
-def target_modules(modules: list[str], model: ModelConfig) -> list[str]:
-    """Return PEFT's target_modules: the last words of the names, if they mean the same in every layer."""
-    words = sorted({module.rpartition(".")[2] for module in modules})
-    return words if len(modules) == len(words) * model.layers else sorted(modules)
-
-
-def adapter_config(lora: LoraConfig, modules: list[str], base: str | None) -> Tree:
-    """Return adapter_config.json. base: the folder of the weights that the adapters were trained on."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "use_rslora": lora.scale == "rslora",
-        "lora_dropout": 0.0,
-        "target_modules": modules,
-        "modules_to_save": None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }

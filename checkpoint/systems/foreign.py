@@ -55,7 +55,7 @@ class ForeignIndex(StoredIndex):
     """A checkpoint of another system, as an index under our names.
 
     `pieces` has each tensor as a whole. For `sealed` see foreign_systems.ForeignSystem. `notes` are for the
-    log.
+    log. `base` is the Hugging Face folder beside adapters, which are at `path`.
     """
     family: Family
     model: ModelConfig
@@ -63,6 +63,7 @@ class ForeignIndex(StoredIndex):
     places: dict[str, WeightPlace]
     sealed: str = ""
     notes: tuple[str, ...] = ()
+    base: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint.hf.peft import find_peft
 from checkpoint.systems.dcp import METADATA
 from checkpoint.systems.foreign import ForeignIndex, is_hf_folder, open_hf_folder
 from checkpoint.systems.megatron import find_megatron, open_megatron, seal_megatron
 from checkpoint.systems.nanogpt import find_nanogpt, open_nanogpt
+from checkpoint.systems.peft import open_peft, seal_peft
 from checkpoint.systems.system_rules import sealed_zip
 from checkpoint.systems.torchtitan import find_torchtitan, open_torchtitan
 from config import ConfigError, ModelConfig
+
+LENGTH_BYTES = 8  # of a header in safetensors, at the beginning of a file
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file of weights, for a seal
 
 
 class ForeignSystem(NamedTuple):
@@ -32,7 +37,31 @@ def seal_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def seal_hf_weights(folder: Path) -> str | None:
+    """Return a sha256 that changes with the weights of a Hugging Face folder; None for others.
+
+    Covers config.json, and of each *.safetensors the name, the size, the header and SAMPLES blocks of
+    SAMPLE_BYTES at equal distances, so that a large folder takes no longer than a small one.
+    """
+    if not is_hf_folder(folder):
+        return None
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with open(path, "rb") as file:
+            length = file.read(LENGTH_BYTES)
+            header = int.from_bytes(length, "little")
+            digest.update(length + file.read(header))
+            first = LENGTH_BYTES + header
+            for place in range(first, size, max(SAMPLE_BYTES, (size - first) // SAMPLES)):
+                file.seek(place)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
 SYSTEMS = (  # the first that finds its files wins
+    ForeignSystem("PEFT", "adapter_config.json", find_peft, open_peft, seal=seal_peft),
     ForeignSystem(
         "Hugging Face",
         "config.json",

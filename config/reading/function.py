@@ -31,8 +31,8 @@ START = "data.bos"  # whether documents begin with the tokenizer's start token
 # keys of model.* for initialization, training and the choice of kernels
 NOT_THE_FUNCTION = (
     "preset", "blocks", "pattern",  # they only say which layers have which values
-    "mixer.kernel", "dropout", "init_std", "mtp.weight", "mlp.router.jitter", "mlp.router.aux",
-    "mlp.router.z_loss", "mlp.capacity",
+    "mixer.kernel", "dropout", "lora.dropout", "init_std", "mtp.weight", "mlp.router.jitter",
+    "mlp.router.aux", "mlp.router.z_loss", "mlp.capacity",
 )
 FUNCTION_KEYS = frozenset(
     f"model.{path}" for path in every_path(ModelConfig) if not is_below(path, NOT_THE_FUNCTION)

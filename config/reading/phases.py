@@ -35,7 +35,7 @@ CHANGEABLE = {
     "model": "context mixer.window mixer.kernel mixer.rope.base mixer.rope.scaling mixer.rope.scaling.factor "
              "mixer.rope.scaling.original mixer.rope.scaling.low_freq mixer.rope.scaling.high_freq "
              "mixer.rope.scaling.mscale mixer.rope.scaling.mscale_all mixer.rope.scaling.short "
-             "mixer.rope.scaling.long dropout mtp.weight "
+             "mixer.rope.scaling.long dropout lora.dropout mtp.weight "
              "mlp.router.aux.weight mlp.router.z_loss mlp.router.jitter mlp.router.bias_rate mlp.capacity "
              "mlp.capacity.factor mlp.capacity.drop mlp.capacity.pad",
     "train": "seq_len micro_batch global_batch ramp",

@@ -131,7 +131,7 @@ BUNDLES: dict[str, Values] = {
     },
     "frozen": {"optim.groups": "embedding: lr_factor 0; layers.0.*: lr_factor 0; norm: lr_factor 0"},
     "lora": {
-        "model.lora": LoraConfig(rank=2, alpha=6.0, scale="rslora", targets="*"),
+        "model.lora": LoraConfig(rank=2, alpha=6.0, scale="rslora", targets="*", dropout=0.2),
         "optim.groups": "norm: lr_factor 0.5",
     },
     "fim": {

@@ -115,6 +115,8 @@ class Pipeline:
         self.weight_grad_stores = weight_grad_stores
         self.hidden_shape = hidden_shape
         self.offload = offload
+        self.loss_dtype = torch.promote_types(hidden_shape.dtype, torch.float32)
+        self.loss_terms: Tensor | None = None  # sums of the step, reduced with the loss (model/distill.py)
 
     # ---- a step --------------------------------------------------------------------------------------------
 
@@ -126,8 +128,7 @@ class Pipeline:
         of a microbatch, or their gradient.
         """
         state = StepState()
-        loss_dtype = torch.promote_types(self.hidden_shape.dtype, torch.float32)
-        total = torch.zeros((), dtype=loss_dtype, device=microbatches[0].tokens.device)
+        total = self.no_loss_yet(microbatches)
         next_kinds = next_compute_kinds(ops)
         backwards_left = {stage: count_backwards(ops, stage) for stage in self.stages}
 
@@ -158,8 +159,23 @@ class Pipeline:
         for zero in self.zero_hooks.values():
             zero.backward_follows = False
 
-        total = comm.all_reduce_sum(total, self.mesh.dp_cp)
-        return comm.all_reduce_sum(total, self.mesh.pp)
+        return self.sum_over_ranks(total)
+
+    def no_loss_yet(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """Return the sum of the losses before the first one. Its terms restart, too."""
+        if self.loss_terms is not None:
+            self.loss_terms.zero_()
+        return torch.zeros((), dtype=self.loss_dtype, device=microbatches[0].tokens.device)
+
+    def sum_over_ranks(self, total: Tensor) -> Tensor:
+        """Return the loss summed over dp_cp and pp, with its terms in the same messages."""
+        sums = total if self.loss_terms is None else torch.cat((total[None], self.loss_terms))
+        for group in (self.mesh.dp_cp, self.mesh.pp):
+            comm.all_reduce_sum(sums, group)
+        if self.loss_terms is None:
+            return sums
+        self.loss_terms.copy_(sums[1:])
+        return sums[0]
 
     def forward(
         self, op: Op, state: StepState, microbatch: Microbatch, scale: Tensor | float
@@ -297,9 +313,7 @@ class GradientAccumulation(Pipeline):
         Return the loss as Pipeline.run does.
         """
         zero = self.zero_hooks[0]
-        loss_dtype = torch.promote_types(self.hidden_shape.dtype, torch.float32)
-        total = torch.zeros((), dtype=loss_dtype, device=microbatches[0].tokens.device)
-        loss = total
+        loss = total = self.no_loss_yet(microbatches)
         for op in ops:
             if op.kind == "F":
                 loss = self.forward_from_tokens(op, microbatches[op.microbatch], scale)
@@ -308,7 +322,7 @@ class GradientAccumulation(Pipeline):
                 zero.is_last_microbatch = op == ops[-1]
                 self.backward_from_loss(op, loss)
         zero.backward_follows = False
-        return comm.all_reduce_sum(total, self.mesh.dp_cp)
+        return self.sum_over_ranks(total)
 
     def forward_from_tokens(self, op: Op, microbatch: Microbatch, scale: Tensor | float) -> Tensor:
         """Run an F; return the loss."""

@@ -51,7 +51,7 @@ MODEL_VALUES = {
     "tied": (True, False), "dropout": (0.0, 0.1), "init_std": (0.02, 2.0, -0.5), "preset": ("llama-mini",),
     "mtp": (None, {}), "mtp.modules": (1, 2), "mtp.weight": (0.3, 0.0), "mup": (None, {"base": 8}),
     "lora": (None, {}), "lora.rank": (4,), "lora.alpha": (8.0,), "lora.scale": ("lora", "rslora"),
-    "lora.targets": ("attn.q", "*"),
+    "lora.targets": ("attn.q", "*"), "lora.dropout": (0.0, 0.1),
     "mup.base": (8,), "mup.head_dim": (None, 4),
     "mixer.kind": ("attention", "latent", "short_conv"), "mixer.key_heads": (2,), "mixer.key_dim": (8,),
     "mixer.conv": (2,), "mixer.dim": (8,), "mixer.groups": (2,), "mixer.state": (8,),

@@ -57,6 +57,7 @@ NEEDED = {
     "model.vocab": "--precision writes data with the ids of the byte tokenizer",
     "model.context": "--precision trains sequences of one length",
     "model.dropout": "the bounds of --precision hold without random masks",
+    "model.lora.dropout": "the bounds of --precision hold without random masks",
     "model.mlp.router.jitter": "the bounds of --precision hold without random masks",
 }
 
