@@ -164,8 +164,8 @@ class RoutingRecord(StepExtra):
 
     def start(self) -> None:
         """Forget what the forward has shown."""
-        self.sequences: list[Tensor] = []  # of each pass: the last one is under way
-        self.positions: Tensor | None = None
+        self.sequences: Tensor | None = None  # of the pass that is under way
+        self.positions: Tensor | None = None  # of every pass
         self.chosen: dict[int, list[Tensor]] = {router.layer: [] for router in self.routers}  # [b, s, k] each
         self.rows: dict[int, list[Tensor]] = {router.layer: [] for router in self.routers}  # [b] each
 
@@ -208,7 +208,7 @@ class RoutingRecord(StepExtra):
     ) -> ForwardContext:
         """Note which tokens the pass of a stage has."""
         assert microbatch.sequence_ids is not None  # the loader numbers them
-        self.sequences = [microbatch.sequence_ids]
+        self.sequences = microbatch.sequence_ids
         self.positions = routed_positions(microbatch, self.mesh)
         return function(microbatch, scale)
 
@@ -219,7 +219,7 @@ class RoutingRecord(StepExtra):
         choice = function(logits, inputs)
         if self.forward.is_on:
             self.chosen[layer].append(choice.index.to(self.wire))
-            self.rows[layer] += self.sequences
+            self.rows[layer].append(self.sequences)
         return choice
 
     def write(self, step: int) -> None:
@@ -236,7 +236,7 @@ class RoutingRecord(StepExtra):
             whole = np.empty((rows.max() + 1, self.seq_len, chosen.shape[-1]), self.stored)
             whole[rows[:, :, None], positions[:, None]] = chosen
             try:
-                write_whole(layer_file(self.run_dir, step, layer), lambda out: np.save(out, whole))
+                write_whole(layer_file(self.run_dir, step, layer), partial(np.save, arr=whole))
             except OSError as error:  # a full disk must not end the run
                 self.lines.append(f"routing: layer {layer} of step {step:,} is not recorded: {error}")
 
