@@ -319,6 +319,14 @@ def extras_of_loop(
 
         snapshot = log.run_dir / f"memory-rank{env.rank}.pickle"
         extras.append(MemorySnapshot(profiled_steps(cfg.profile.memory, "memory"), snapshot))
+    if cfg.train.replay_routing is not None:
+        from runtime.routing import RoutingReplay
+
+        extras.append(RoutingReplay(run))
+    if cfg.log.routing_every is not None:
+        from runtime.routing import RoutingRecord
+
+        extras.append(RoutingRecord(run, log.run_dir))
     if cfg.log.slow_window is not None and env.world > 1:
         from durable.slow import SlowRanks, SlowReports
 

@@ -262,7 +262,13 @@ def check_data(cfg: Config, world: World, done: int = 0) -> Config:
                     )
                 known = with_vocab(cfg, tokenizer.vocab)
                 steps = total_steps(known, flops_per_token(known.model, known.train.seq_len))
-                data.count_targets(phases.last_step(phase, steps))
+                last = phases.last_step(phase, steps)
+                data.count_targets(last)
+                if phase.cfg.train.replay_routing is not None:
+                    from runtime.routing import check_record
+
+                    first = max(done, phase.steps_before)
+                    check_record(phase.cfg, range(first + 1, last + 1), data.sequences_of_step)
                 if phase.number > 1 or phase.cfg.data.valid is not None:
                     valid_data = open_loader(cfg, "valid", 0, 1, phase=phase.number)
                     both = [(each.datasets[0].name, each.required_tokenizer.contract)

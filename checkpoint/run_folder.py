@@ -22,7 +22,7 @@ from runtime.run import TrainingRun
 
 FOLLOWED = ("STOP",)  # only removed, never written to
 # folders in which a run also writes files by name
-INNER_FOLDERS = ("tokenizer", "tokenizer/additional_chat_templates", "checkpoints", "patches")
+INNER_FOLDERS = ("tokenizer", "tokenizer/additional_chat_templates", "checkpoints", "patches", "routing")
 
 
 class RunFolder(Extra):

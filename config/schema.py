@@ -225,6 +225,9 @@ class TrainConfig:
     rerun_suspects: bool = False  # compute a step that would be skipped (not finite, or a spike) twice: the
     #   same bits blame the data or the code, different bits a device (80). Every step is recorded for this,
     #   and the host waits for it
+    replay_routing: str | None = None  # folder of a run that has recorded its routers (log.routing_every 1):
+    #   in each step the tokens go to the experts of the record (arXiv 2510.11370), and the routers learn
+    #   their weights; none: the routers choose
     compile: bool = False  # torch.compile the elementwise kernels (on a CPU: needs a C++ compiler)
     unproven: bool = False  # on a GPU: run the kernels of kernels/unproven/ where they apply. A model says
     #   that they gain, and no GPU has confirmed it; without the key they are not even imported
@@ -451,6 +454,8 @@ class LogConfig:
     #   matrices two more times in each step
     inside_every: Count | None = None  # in every such step, record of each layer norms of gradients, weights
     #   and updates, activations, router and largest attention logit (docs/training.md); none: in no step
+    routing_every: Count | None = None  # in every such step, record the experts that the routers of a mixture
+    #   choose for each token (docs/training.md); none: in no step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     tensorboard: bool = False  # write TensorBoard's event files into the run folder
     mlflow: str | None = None  # MLflow: the address of a server, or sqlite:///runs/mlflow.db; none: off

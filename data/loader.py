@@ -236,8 +236,12 @@ class BatchLoader:
         locations = self._locate_samples(self._first_sequence(step), self._global_batch(step))
         return [location.sample_id * len(self.datasets) + location.dataset for location in locations]
 
+    def sequences_of_step(self, step: int) -> int:
+        """Return the number of sequences in a step (from 1), over all ranks."""
+        return self._global_batch(step - 1)
+
     def _global_batch(self, step: int) -> int:
-        """Return the number of sequences in a step."""
+        """Return the number of sequences in a step (from 0)."""
         return global_batch_at(self._train, step - self._reading.phase.steps_before)
 
     def _first_sequence(self, step: int) -> int:

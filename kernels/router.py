@@ -103,17 +103,22 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 @torch.no_grad()
 def choose_experts(
-    logits: Tensor, rule: RoutingRule, bias: Tensor | None = None, counted: Tensor | None = None
+    logits: Tensor,
+    rule: RoutingRule,
+    bias: Tensor | None = None,
+    counted: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> RouterChoice:
     """Choose the experts of each token. logits [b, s, E].
 
     bias [E] is added to the scores for the choice only. counted bool [b, s] marks the tokens to sum over;
-    with None there are no sums.
+    with None there are no sums. given int64 [b, s, k]: the choice, if it is already made; the weights are
+    still those of the logits.
     """
     if logits.numel() and kernel_is_available("router", logits):
-        return launch_router(logits, rule, bias, counted)
+        return launch_router(logits, rule, bias, counted, given)
     scores = compute_scores(logits, rule)
-    index = best_experts(scores, rule, bias)
+    index = best_experts(scores, rule, bias) if given is None else given
     weights = compute_weights(scores.gather(-1, index), rule)
     sums = None if counted is None else router_sums(logits, scores, index, counted, rule)
     return RouterChoice(index, weights, sums)
@@ -332,7 +337,7 @@ def mask_unselected_groups(
 
 @triton.jit
 def router_kernel(
-    LOGITS, BIAS, COUNTED, INDEX, WEIGHTS, PARTIALS, s, scale,
+    LOGITS, BIAS, COUNTED, GIVEN, INDEX, WEIGHTS, PARTIALS, s, scale,
     EXPERTS: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -341,6 +346,7 @@ def router_kernel(
     RENORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SUMS: tl.constexpr,
+    HAS_GIVEN: tl.constexpr,
     EPSILON: tl.constexpr,
     SMALLEST_SHARE: tl.constexpr,
     SLOT_GROUPS: tl.constexpr,
@@ -351,7 +357,7 @@ def router_kernel(
     """Compute INDEX and WEIGHTS [b, s, TOP_K] of every num_programs-th tile of a sequence, and this program's
     sums over them, PARTIALS [b, programs, 2 EXPERTS + 2]: counts, shares, squares, entropy.
 
-    CHOICES is TOP_K, rounded up to a power of two.
+    CHOICES is TOP_K, rounded up to a power of two. HAS_GIVEN: INDEX is a copy of GIVEN.
     """
     program = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
@@ -396,7 +402,12 @@ def router_kernel(
         chosen = tl.zeros((TOKENS, CHOICES), tl.float32)
         is_chosen = tl.zeros((TOKENS, ALL), tl.float32)
         for choice in range(TOP_K):
-            slot = tl.argmax(left, 1)  # the first of equals
+            if HAS_GIVEN:
+                places = (sequence * s + tokens.to(tl.int64)) * TOP_K + choice
+                expert = tl.load(GIVEN + places, tokens < s, 0).to(tl.int32)
+                slot = expert // SIZE * SLOTS + expert % SIZE
+            else:
+                slot = tl.argmax(left, 1)  # the first of equals
             is_next = slots == slot[:, None]
             left = tl.where(is_next, float("-inf"), left)
             is_chosen += is_next.to(tl.float32)
@@ -557,7 +568,11 @@ def router_backward_kernel(
 
 
 def launch_router(
-    logits: Tensor, rule: RoutingRule, bias: Tensor | None, counted: Tensor | None
+    logits: Tensor,
+    rule: RoutingRule,
+    bias: Tensor | None,
+    counted: Tensor | None,
+    given: Tensor | None = None,
 ) -> RouterChoice:
     """Run choose_experts as one kernel, and the sum over its programs."""
     b, s, num_experts = logits.shape
@@ -576,7 +591,8 @@ def launch_router(
         partials = logits.new_empty(b, programs, 2 * num_experts + 2)
         counted = counted.contiguous()
     router_kernel[(programs, b)](
-        logits, bias, counted, index, weights, partials, s, rule.scale,
+        logits, bias, counted, None if given is None else given.contiguous(), index, weights, partials, s,
+        rule.scale,
         EXPERTS=num_experts,
         GROUPS=rule.groups,
         TOP_GROUPS=rule.top_groups,
@@ -585,6 +601,7 @@ def launch_router(
         RENORM=rule.renorm,
         HAS_BIAS=bias is not None,
         HAS_SUMS=counted is not None,
+        HAS_GIVEN=given is not None,
         EPSILON=EPSILON,
         SMALLEST_SHARE=SMALLEST_SHARE,
         SLOT_GROUPS=slot_groups,

@@ -97,6 +97,8 @@ class MultiTokenPrediction(nn.Module):
         for module, tokens, targets in ahead:
             if mixture(self.cfg.model):
                 router_inputs = make_router_inputs(self.cfg, self.mesh, targets, scale, context.dropout_rng)
+                if context.router_inputs is not None:
+                    router_inputs = replace(router_inputs, chosen=context.router_inputs.chosen)
                 context = replace(context, router_inputs=router_inputs)
             embedded = embed_tokens(tokens, self.table, self.mesh.tp, sp=sp, scale=self.embed_scale)
             h = module(h, embedded, context)

@@ -24,7 +24,7 @@ Capacity counts all tokens of a sequence, with or without a target. It applies o
 and generation, where later tokens are not known yet, drop nothing.
 """
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -39,6 +39,7 @@ from kernels.cross_entropy import IGNORE_INDEX
 from kernels.grad import accumulation_dtype
 from kernels.router import (
     ROUTER_STATS,
+    RouterChoice,
     RouterLosses,
     RouterSums,
     RoutingRule,
@@ -241,11 +242,14 @@ class RouterInputs:
     """Router inputs in training.
 
     `counted` [b, s/cp/tp] says for each of this rank's tokens whether its target counts. `scale` is the loss
-    scale divided by the global number of counted tokens. `jitter_rng` is None without jitter.
+    scale divided by the global number of counted tokens. `jitter_rng` is None without jitter. `chosen`
+    {layer: int64 [b, s/cp/tp, k]} holds the experts of these tokens if they are given, not chosen
+    (train.replay_routing).
     """
     counted: Tensor
     scale: Tensor | float
     jitter_rng: DropoutRng | None
+    chosen: Mapping[int, Tensor] | None = None
 
 
 def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor | float,
@@ -313,8 +317,7 @@ class Router(nn.Module):
 
         # expert choice
         logits = router_logits(x, self.weight, self.logit_bias)  # [b, s, E]
-        counted = None if router_inputs is None else router_inputs.counted
-        choice = choose_experts(logits, self.rule, self.bias, counted)
+        choice = self.choose(logits, router_inputs)
         if choice.sums is None or router_inputs is None:
             probs = routed_weights(x, self.weight, logits, choice, self.rule, logit_bias=self.logit_bias)
             return choice.index, probs, None
@@ -333,6 +336,14 @@ class Router(nn.Module):
             index = index.masked_fill(~is_kept, -1)
             probs = probs * is_kept
         return index, probs, stats
+
+    def choose(self, logits: Tensor, router_inputs: RouterInputs | None) -> RouterChoice:
+        """Choose the experts of tokens with these logits [b, s, E], or take those that are given."""
+        counted = chosen = None
+        if router_inputs is not None:
+            counted = router_inputs.counted
+            chosen = None if router_inputs.chosen is None else router_inputs.chosen[self.layer]
+        return choose_experts(logits, self.rule, self.bias, counted, chosen)
 
     # ---- losses --------------------------------------------------------------------------------------------
 

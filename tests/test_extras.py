@@ -32,7 +32,7 @@ ON_DEMAND = {
 NEVER_HERE = {
     "durable.uploader", "data.task_files", "data.task_scores", "durable.faults", "durable.slow",
     "model.bounded_rows", "parallel.expert.coded", "model.distill", "kernels.distillation",
-    "checkpoint.teacher", "runtime.tracker_sinks", "runtime.tensorboard_sink",
+    "checkpoint.teacher", "runtime.tracker_sinks", "runtime.tensorboard_sink", "runtime.routing",
 }
 PROGRAM = """
 import json, sys, train

@@ -179,6 +179,19 @@ def row_bound_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "parallel.ep_chunks", divisors(local))
 
 
+def routing_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Check log.routing_every and train.replay_routing: they need routers, and steps that read the data of
+    their number."""
+    keys = {"log.routing_every": cfg.log.routing_every, "train.replay_routing": cfg.train.replay_routing}
+    obstacles = {
+        "a model without experts (model.mlp.kind), which has no routers": mixture(cfg.model) is None,
+        "optim.spike_rewind, after which steps read other data": cfg.optim.spike_rewind is not None,
+    }
+    for key, value in keys.items():
+        for obstacle, is_present in obstacles.items():
+            yield Rule(value is None or not is_present, f"{key}: not possible with {obstacle}; leave it out")
+
+
 def compressed_token_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Check parallel.compress_tokens: it needs experts."""
     yield Rule(
@@ -452,6 +465,8 @@ def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"parallel.zero={parallel.zero}, which allocates and frees buffers in a step": parallel.zero > 1,
         "log.noise_scale, which reads gradients between two microbatches": cfg.log.noise_scale,
         "log.inside_every, which looks into the forward of some steps": cfg.log.inside_every is not None,
+        "log.routing_every, which looks into the forward of some steps": cfg.log.routing_every is not None,
+        "train.replay_routing, which reads files in the forward": cfg.train.replay_routing is not None,
         "optim.qk_clip, which looks into the forward": cfg.optim.qk_clip is not None,
         "distill.teacher, which was not tried in a recording": cfg.distill.teacher is not None,
     }
@@ -846,6 +861,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     of_each_kind(mlp_rules),
     expert_rank_rules,
     row_bound_rules,
+    routing_rules,
     compressed_token_rules,
     of_each_kind(fp8_rules),
     mps_rules,

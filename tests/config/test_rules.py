@@ -98,6 +98,7 @@ def test_a_number_below_its_range_is_refused_first(key):
 EIGHT = {"train__dtype": "fp8"}
 MIXTURE = {"model__mlp": ExpertsConfig(width=48)}
 FULL, SMALL = CapacityConfig(factor=1.0), CapacityConfig(factor=0.1)
+REWINDS = {"optim__spike_sigma": 6.0, "optim__spike_rewind": 2}
 NEGATIVE = BalanceLossConfig(weight=-1.0)
 RECORDED_MIXTURE = {**MIXTURE, "train__dtype": "bf16"}
 RECORDED_FULL = {**RECORDED_MIXTURE, "model__mlp__capacity": FULL}
@@ -177,6 +178,14 @@ CASES = [
     (having(train__cuda_graphs=True, log__noise_scale=True), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, log__inside_every=10), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, optim__qk_clip=100.0), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, log__routing_every=1, **RECORDED_MIXTURE), 1,
+     "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, train__replay_routing="runs/a", **RECORDED_MIXTURE), 1,
+     "train.cuda_graphs", False),
+    (having(log__routing_every=1), 1, "log.routing_every", False),
+    (having(train__replay_routing="runs/a"), 1, "train.replay_routing", False),
+    (having(**MIXTURE, log__routing_every=1, **REWINDS), 1, "log.routing_every", False),
+    (having(**MIXTURE, train__replay_routing="runs/a", **REWINDS), 1, "train.replay_routing", False),
     (having(train__cuda_graphs=True, train__device="cpu"), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__offload="activations"), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__zero=3), 1, "train.cuda_graphs", False),

@@ -96,6 +96,7 @@ RULED = {
     "train.fp8": "rowwise", "optim.spike_rewind": "2", "optim.lr_rule": "linear",
     "optim.states": "bf16 --optim.name lion",
     "parallel.ep": "2", "parallel.etp": "2", "parallel.dp_rep": "2",
+    "log.routing_every": "1", "train.replay_routing": "runs/a",
 }
 
 

@@ -360,6 +360,7 @@ ROUTER = {
     "BIAS": "*fp64",
     "COUNTED": "*i1",
     "INDEX": "*i64",
+    "GIVEN": "*i64",
 }
 
 
@@ -381,6 +382,7 @@ def routed(experts: int, rule: router.RoutingRule) -> tuple[Case, Case]:
         "TOP_GROUPS": rule.top_groups,
         "HAS_BIAS": rule.sigmoid,
         "HAS_SUMS": True,
+        "HAS_GIVEN": False,
         "SMALLEST_SHARE": router.SMALLEST_SHARE,
         "SLOT_GROUPS": groups,
         "SLOTS": slots,

@@ -62,10 +62,11 @@ def by_autograd(x, weight, index, counted, scale, rule, load, aux_loss, z_loss, 
     return weights.detach(), *torch.autograd.grad(total, (x, weight))
 
 
-def run(x, weight, bias, counted, scale, rule, aux_loss, z_loss, dweights, rows):
-    """Everything that a layer takes from the router. rows: of the load, B or 1; None if it is given."""
+def run(x, weight, bias, counted, scale, rule, aux_loss, z_loss, dweights, rows, given=None):
+    """Everything that a layer takes from the router. rows: of the load, B or 1; None if it is given. given:
+    the choice."""
     logits = router_logits(x, weight)
-    choice = choose_experts(logits, rule, bias, counted)
+    choice = choose_experts(logits, rule, bias, counted, given)
     load = counts = None
     if aux_loss and rows is None:
         load = torch.linspace(0.5, 1.5, len(weight), device=x.device)[None]
@@ -96,6 +97,24 @@ def test_the_formula_is_the_gradient(name, losses, rows):
     want = by_autograd(x, weight, index, counted, scale, rule, load, *LOSSES[losses], dweights)
     for got, exact in zip((weights, dx, dw), want):
         assert (got - exact).norm() <= 1e-12 * exact.norm() + 1e-14  # of one expert, renormalized, it is 0
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid groups", "60 experts"])
+def test_a_given_choice_has_the_weights_losses_and_gradients_of_the_formula(name):
+    """No group, bias or score has a say in it; counts are of the experts that are given."""
+    experts, rule = RULES[name]
+    x, weight, bias, counted, scale = inputs(experts, torch.float64, bias=True)
+    given = torch.rand(B, S, experts).argsort(-1)[..., :rule.top_k]
+    dweights = torch.randn(B, S, rule.top_k, dtype=torch.float64)
+    index, weights, sums, _, load, dx, dw = run(
+        x, weight, bias, counted, scale.double(), rule, *LOSSES["both"], dweights, B, given)
+    assert torch.equal(index, given)
+    is_counted = counted[..., None].double().expand(given.shape)
+    hits = torch.zeros(B, S, experts, dtype=torch.float64).scatter(-1, given, is_counted)
+    assert torch.equal(sums.counts, hits.sum(1))
+    want = by_autograd(x, weight, given, counted, scale, rule, load, *LOSSES["both"], dweights)
+    for got, exact in zip((weights, dx, dw), want):
+        assert (got - exact).norm() <= 1e-12 * exact.norm()
 
 
 def with_learned_bias(x, weight, dtype, device):
@@ -259,6 +278,22 @@ def test_the_same_bits_every_time(interpreted, small_tiles):
     first, second = (run(*given, rule, 0.3, 0.1, dweights, B) for _ in range(2))
     for a, b in zip(first, second):
         assert all(torch.equal(u, v) for u, v in (zip(a, b) if isinstance(a, tuple) else [(a, b)]))
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigmoid groups", "groups of five"])
+def test_the_kernel_takes_a_given_choice(interpreted, small_tiles, name):
+    """As the definition; its own choice, given again, leaves every bit."""
+    experts, rule = RULES[name]
+    x, weight, bias, counted, _ = (t.to(interpreted) for t in inputs(experts, torch.float32, bias=True))
+    logits = router_logits(x, weight)
+    own = choose_experts(logits, rule, bias, counted)
+    again = choose_experts(logits, rule, bias, counted, own.index)
+    assert all(map(torch.equal, (*own[:2], *own.sums), (*again[:2], *again.sums)))
+    given = torch.rand(B, S, experts).argsort(-1)[..., :rule.top_k].to(interpreted)
+    found = choose_experts(logits, rule, bias, counted, given)
+    want = choose_experts(logits.double(), rule, bias, counted, given)
+    assert torch.equal(found.index, given) and torch.equal(found.sums.counts.double(), want.sums.counts)
+    assert torch.allclose(found.weights.double(), want.weights, rtol=1e-5)
 
 
 # ---- at the sizes of training ----

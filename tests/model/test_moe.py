@@ -349,6 +349,41 @@ def test_a_score_on_the_input_is_that_of_llama4():
     ))
 
 
+@pytest.mark.parametrize(
+    "gate", [{}, {"scores": "sigmoid", "bias_rate": 0.001, "scale": 2.5}], ids=["softmax", "sigmoid-bias"]
+)
+def test_a_given_choice_is_computed_and_learned_by_the_formula(gate):
+    """The output and all gradients of a mixture, written out: each token and expert that is given, weighted
+    by the scores of the present logits. The bias has no say in the weights."""
+    moe = mixture(router=gate)
+    moe.router.weight.data *= 0.02  # no expert that is given has a score near 0
+    x = torch.randn(2, 6, D, dtype=torch.float64, requires_grad=True)
+    experts, top_k = moe.num_experts, moe.router.top_k
+    given = torch.rand(2, 6, experts).argsort(-1)[..., :top_k]
+    if moe.router.bias is not None:
+        moe.router.bias += torch.linspace(-0.3, 0.3, experts, dtype=torch.float64)
+    learn = RouterInputs(torch.ones(2, 6, dtype=torch.bool), 1.0, None, {0: given})
+    assert not torch.equal(moe.router(x, replace(learn, chosen=None))[0], given)
+    y, stats = moe(x, learn)
+    assert torch.equal(stats[:experts], torch.bincount(given.flatten(), minlength=experts).double())
+
+    own = {name: param.detach().clone().requires_grad_() for name, param in moe.named_parameters()}
+    z = x.detach().clone().requires_grad_()
+    logits = z @ own["router.weight"].t()
+    scores = logits.sigmoid() if gate else logits.exp() / logits.exp().sum(-1, keepdim=True)
+    chosen = scores.gather(-1, given)
+    weights = gate.get("scale", 1.0) * chosen / chosen.sum(-1, keepdim=True)
+    want = torch.zeros_like(z)
+    matrices = [own[f"experts.{name}"].unflatten(0, (experts, -1)) for name in ("gate_up", "down")]
+    for choice in range(top_k):
+        gate_up, down = (matrix[given[..., choice]] for matrix in matrices)
+        halves = torch.einsum("bsd,bsfd->bsf", z, gate_up).chunk(2, -1)
+        inner = torch.nn.functional.silu(halves[0]) * halves[1]
+        want = want + weights[..., choice, None] * torch.einsum("bsf,bsdf->bsd", inner, down)
+    leaves = [(moe.get_parameter(name), other, None) for name, other in own.items()]
+    check_alike(y, want, [(x, z, None), *leaves])
+
+
 @pytest.mark.parametrize("weighs", ["output", "input"])
 def test_biases_of_rows_that_are_padded_or_dropped(weighs):
     """With a capacity, as without one whose experts all have room; and what is turned away adds no bias."""

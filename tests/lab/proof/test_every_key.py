@@ -25,6 +25,8 @@ WITHOUT_CELLS = {
     "train.compile": "needs a C++ compiler, and minutes a layout: tests/kernels/test_jit.py",
     "parallel.elastic": "chooses the layout before a run: tests/plan/test_elastic.py",
     "parallel.auto": "chooses the layout before a run: tests/test_auto_layout.py",
+    "log.routing_every": "tests/runtime/test_routing.py, which compares the record of every layout",
+    "train.replay_routing": "a record of the same model: tests/runtime/test_routing.py, under every layout",
     "data.cache": "a folder, of data that the proof does not make",
     "log.wandb": "a copy of what is logged",
     **dict.fromkeys(("log.project", "log.entity", "log.group", "log.tags", "log.notes"), "of a tracker"),
