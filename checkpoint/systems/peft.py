@@ -130,7 +130,7 @@ def place_adapters(
     for stored, info in adapters.tensors.items():
         match = PAIR.fullmatch(stored)
         if match is None:
-            raise ConfigError(f"{file}: {one_line(stored)} is not a matrix lora_A or lora_B of a linear layer")
+            raise ConfigError(f"{file}: {one_line(stored)} is not a lora_A or lora_B of a linear layer")
         if match["module"] not in modules:
             takers = sorted({module.rpartition(".")[2] for module in modules})
             raise ConfigError(f"{file}: {one_line(match['module'])} takes no adapter here; in the base "
