@@ -484,7 +484,7 @@ WRONG_ADAPTERS = {  # {id: (targets, what is wrong in the folder, words of the r
     "head": ("q", {"more": EXTRA}, (), "lm_head takes no adapter here; in the base .* these do: down_proj, "),
     "shape": ("q", {"r": 2}, (), r"lora_A.weight is torch.float64 \[3, 32\]; with r 2 .* of \[2, 32\]"),
     "half": ("q", {"drop": (f"{MODULE}.lora_B.weight",)}, (), "has .*lora_A.weight without its lora_B"),
-    "other": ("q", {"more": {"x": torch.ones(1)}}, (), "safetensors: x is not a matrix lora_A or lora_B"),
+    "other": ("q", {"more": {"x": torch.ones(1)}}, (), "safetensors: x is not a lora_A or lora_B"),
     "targets": ("q", {}, ("--model.lora.targets", "attn.v"), "lora.targets attn.q there and attn.v here"),
     "none": ("q", {}, ("--model.lora", "none"), "set --model.lora.rank 3 .* --model.lora.targets attn.q$"),
 }
