@@ -28,6 +28,7 @@ from parallel.microbatch import Microbatch
 from parallel.pipeline.executor import Pipeline
 from parallel.pipeline.schedule import Op
 from parallel.sharding.bucket import Bucket
+from parallel.sharding.spec import ShardedParameter
 
 # eager steps before the capture: kernels are compiled, libraries pick theirs and allocate workspaces
 WARM_UP_STEPS = 2
@@ -47,6 +48,7 @@ class RecordedPipeline:
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.steps_run = 0  # with this number of microbatches
         self.replay: Callable[[], object] | None = None  # None until the graph is captured
+        self.written: list[ShardedParameter] = []  # whose gradients the graph writes
 
         # static tensors of the graph: the inputs and the loss
         self.ops: list[Op] = []
@@ -69,10 +71,18 @@ class RecordedPipeline:
         self.steps_run += 1
         if self.steps_run <= WARM_UP_STEPS:
             return self.run_on_side_stream()
+        is_first = self.replay is None
         if self.replay is None:
             self.replay = self.record()
         self.replay()
         assert self.loss is not None  # set by the replay
+
+        # a replay writes the gradients, and sets no mark that they are written
+        if is_first:
+            params = [slot.param for bucket in self.buckets for slot in bucket.slots]
+            self.written = [param for param in params if param.grad_is_written]
+        for param in self.written:
+            param.grad_is_written = True
         return self.loss.clone()
 
     def allocate_inputs(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor) -> None:

@@ -143,6 +143,15 @@ def record_on_cpu(monkeypatch) -> None:
     monkeypatch.setattr(RecordedPipeline, "record", record)
 
 
+@pytest.mark.parametrize("args", ["", "--train.dtype bf16 --parallel.recompute full"])
+def test_a_step_learns_from_what_a_replay_has_written(monkeypatch, args):
+    """The marks of written gradients are the host's, and a replay runs nothing there."""
+    record_on_cpu(monkeypatch)
+    numbers = (2,) * (WARM_UP_STEPS + 3)
+    plain, graph = (trained(args.split(), torch.device("cpu"), on, numbers) for on in (False, True))
+    assert_same(plain, graph)
+
+
 @pytest.fixture
 def mixtures_as_on_a_gpu(monkeypatch):
     """The kernels multiply, and the host is not told how many rows an expert has."""
