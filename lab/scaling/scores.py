@@ -28,8 +28,8 @@ CENTERED = (f"{SCORE}core", "/centered")  # beginning or end of a name whose sco
 class ScoreLaw:
     """A fitted sigmoid. theta: steepness, middle; draws [bootstraps, 2]: fits to resampled runs.
 
-    noise: standard deviation of a run's score around it. follows_loss: in 95 % of the draws, the score rises by
-    more than that from the highest loss of the runs to the lowest. Guesses do not, and have no middle either.
+    noise: standard deviation of a run's score around it. follows_loss: in 95 % of the draws, the score rises
+    by more than that from the highest loss of the runs to the lowest. Guesses do not, and have no middle.
     """
     name: str
     theta: Array
