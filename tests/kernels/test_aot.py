@@ -25,6 +25,7 @@ SPILLS = {
     ("attention_dq_256_256", "sm_86"): 7,
     ("attention_dkv_256_256", "sm_100"): 211,
     ("attention_dq_256_256_softcap", "sm_80"): 51,
+    ("attention_dkv_256_256_softcap", "sm_100"): 204,
 }  # instructions, of triton 3.7.1 alone: around the loop over query heads, over tiles, in a kernel that is
 # bound by memory, or of attention with the largest heads outside Hopper. Nothing else may.
 # of a processor, at least: of a short product, another program hides where one begins and ends
