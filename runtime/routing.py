@@ -256,8 +256,8 @@ class RoutingReplay(StepExtra):
 
     def before_gradients(self, run: Any, step: int, batches: list[Microbatch]) -> None:
         batch = self.mesh.dp.size * sum(len(each.tokens) for each in batches)
-        routers = [router for stage in self.stages for router in stage.routers()]
-        self.layers = {router.layer: open_layer(self.cfg, step, router.layer, batch) for router in routers}
+        layers = [router.layer for stage in self.stages for router in stage.routers()]
+        self.layers = {layer: open_layer(self.cfg, step, layer, batch) for layer in layers}
 
     def around_gradients(self, run: Any, step: int, compute: Callable[[], Tensor]) -> Tensor:
         with contextlib.ExitStack() as undo:

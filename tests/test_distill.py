@@ -11,7 +11,7 @@ import torch
 from in_fp64 import InFp64
 from program import Enough, trained
 from ranks import corpus
-from test_continued import load_theirs, same_values
+from test_continued import load_theirs, same_values, values_of
 
 pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
 
@@ -241,18 +241,6 @@ def with_tokenizer(home):
     return folder
 
 
-def losses_of(world, argv, folder):
-    """The loss and the gradient norm of each step of a run, on one of its ranks."""
-    seen = []
-
-    def watch(point, step=None, **what):
-        if point == "step.end":
-            seen.extend((float(what["loss"]), float(what["norm"])))
-
-    assert trained(world, resolve(*split_argv(argv)), folder, watch) == 0
-    return seen
-
-
 @pytest.mark.parametrize("layout", [
     "tp 2, sp true, zero 3",
     pytest.param("pp 2, cp 2, zero 1", marks=pytest.mark.slow),
@@ -266,8 +254,8 @@ def test_layouts_train_as_one_process(home, ranks, layout):
     argv = [*MODEL, *RUN, "--model.layers", "4", "--train.micro_batch", "1"]
     argv += ["--data.path", str(home / "text"), "--log.dir", str(home / "runs")]
     argv += ["--distill.teacher", str(home / "teacher"), *MIX, "--log.name"]
-    alone = losses_of(World(), [*argv, f"alone-{name}"], str(home / "runs" / f"alone-{name}"))
-    for seen in ranks(4).run(losses_of, [*argv, name, *words], str(home / "runs" / name)):
+    alone = values_of(World(), [*argv, f"alone-{name}"], str(home / "runs" / f"alone-{name}"))
+    for seen in ranks(4).run(values_of, [*argv, name, *words], str(home / "runs" / name)):
         assert seen == pytest.approx(alone, rel=1e-9)
     same_terms(logged_terms(home, name), logged_terms(home, f"alone-{name}"))
 
@@ -278,7 +266,7 @@ def test_steps_beside_a_teacher_repeat_bit_for_bit(home, ranks, zero):
     argv = [*MODEL, *RUN, "--data.path", str(home / "text"), "--log.dir", str(home / "runs")]
     argv += ["--distill.teacher", str(home / "teacher"), *MIX, "--train.rerun_every", "1"]
     argv += ["--train.micro_batch", "1", "--parallel.zero", str(zero), "--log.name", f"again-{zero}"]
-    for seen in ranks(2).run(losses_of, argv, str(home / "runs" / f"again-{zero}")):
+    for seen in ranks(2).run(values_of, argv, str(home / "runs" / f"again-{zero}")):
         assert len(seen) == 2 * STEPS
 
 

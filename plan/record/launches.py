@@ -163,8 +163,7 @@ class SimulatedDevice(TorchFunctionMode):
         if function is Tensor.backward:
             return self.run_backward(*args, **(kwargs or {}))
         if function is torch.nn.functional.scaled_dot_product_attention:
-            library = library_attention if self.device.type == "cuda" else host_attention
-            return library(*args, **(kwargs or {}))
+            return library_attention(*args, **(kwargs or {}), is_on_gpu=self.device.type == "cuda")
         if is_meta and function is torch._scaled_mm and kwargs and kwargs.get("out") is not None:
             return scaled_product_into(*args, **kwargs)
         args = tuple(self.real(value) for value in args)
@@ -421,13 +420,18 @@ def library_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    is_on_gpu: bool,
 ) -> Tensor:
-    """Run the operation that scaled_dot_product_attention becomes on a GPU: the first enabled kernel that
-    supports the call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
+    """Run the operation that scaled_dot_product_attention becomes: the first enabled kernel that supports the
+    call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
     """
     aten = torch.ops.aten
-    backend = library_backend(query, value, attn_mask)
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if not is_on_gpu and query.shape[-1] == value.shape[-1]:  # reads shared key heads as they are
+        on_host = aten._scaled_dot_product_flash_attention_for_cpu
+        return on_host(query, key, value, attn_mask=attn_mask, **options)[0]
+    backend = library_backend(query, value, attn_mask) if is_on_gpu else SDPBackend.MATH
     if backend == SDPBackend.CUDNN_ATTENTION:
         return aten._scaled_dot_product_cudnn_attention(query, key, value, attn_mask, True, **options)[0]
     if enable_gqa:
@@ -456,26 +460,6 @@ def library_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> SDPBac
         if is_enabled[backend] and is_supported and takes(d, e):
             return backend
     return SDPBackend.MATH
-
-
-def host_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Run the operation that scaled_dot_product_attention becomes on a CPU: the fused one, which reads shared
-    key heads as they are, or plain arithmetic if head dims differ. q, k, v [b, h or g, s, d].
-    """
-    if query.shape[-1] != value.shape[-1]:
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, **options)[0]
-    operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return operation(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def scaled_product_into(*args: Tensor, out: Tensor, **kwargs: Any) -> Tensor:

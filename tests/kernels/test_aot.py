@@ -20,14 +20,20 @@ SPILLS = {
     ("latent_queries_backward", "sm_100"): 4,
     ("attention_dq_192_128_window", "sm_80"): 15,
     ("attention_dq_192_128_window", "sm_86"): 3,
-    ("attention_dkv_192_128_window", "sm_100"): 149,
+    ("attention_dkv_192_128_window", "sm_100"): 64,
     ("attention_dq_256_256", "sm_80"): 21,
     ("attention_dq_256_256", "sm_86"): 7,
-    ("attention_dkv_256_256", "sm_100"): 211,
+    ("attention_dkv_256_256", "sm_100"): 98,
     ("attention_dq_256_256_softcap", "sm_80"): 51,
-    ("attention_dkv_256_256_softcap", "sm_100"): 204,
-}  # instructions, of triton 3.7.1 alone: around the loop over query heads, over tiles, in a kernel that is
-# bound by memory, or of attention with the largest heads outside Hopper. Nothing else may.
+}  # instructions: around the loop over query heads, over tiles, in a kernel that is bound by memory, or of
+# attention with the largest heads outside Hopper. Nothing else may.
+SPILLS_OF_ANOTHER = {  # {first line of its table: where it spills more than that of aot.txt}
+    "triton 3.7.1": {
+        ("attention_dkv_192_128_window", "sm_100"): 149,
+        ("attention_dkv_256_256", "sm_100"): 211,
+        ("attention_dkv_256_256_softcap", "sm_100"): 204,
+    },
+}
 # of a processor, at least: of a short product, another program hides where one begins and ends
 PROGRAMS = {
     "grouped": 2,
@@ -95,9 +101,10 @@ def table() -> str:
 def check_promises(text: str) -> None:
     gemm = ("attention", "grouped", "weight_gradient", "scaled")
     found = rows(text)
+    spills = SPILLS | SPILLS_OF_ANOTHER.get(text.splitlines()[0], {})
     assert {chip for _, chip in found} <= set(LARGEST)
     for (name, chip), row in found.items():
-        assert int(row["spills"]) <= SPILLS.get((name, chip), 0), (name, chip)
+        assert int(row["spills"]) <= spills.get((name, chip), 0), (name, chip)
         assert int(row["shared"]) <= LARGEST[chip] and int(row["atomics"]) == 0, (name, chip)
         assert int(row["programs"]) >= PROGRAMS.get(name, 1), (name, chip)
         if chip == "sm_90" and name in IN_FLIGHT:
